@@ -289,7 +289,9 @@ type InfraError struct {
 	Err       error
 }
 
-func (e *InfraError) Error() string { return fmt.Sprintf("%s: infrastructure fault: %v", e.Phase, e.Err) }
+func (e *InfraError) Error() string {
+	return fmt.Sprintf("%s: infrastructure fault: %v", e.Phase, e.Err)
+}
 
 // Unwrap gives the cause.
 func (e *InfraError) Unwrap() error { return e.Err }
