@@ -1,0 +1,72 @@
+# Harness-S. `make help` lists the targets; the default one builds.
+SHELL   := /bin/bash
+SEED    ?= 1
+RUN     ?= demo-$(SEED)
+HS      := build/hs
+COMMIT  := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
+LDFLAGS := -X main.commit=$(COMMIT)
+# Packages without cgo or heavy native work: the race detector runs on these.
+PURE    := ./model/chat/... ./env/... ./router/... ./trainer/...
+FUZZ    := ./model:FuzzSafetensors ./model/chat:FuzzParse ./trainer:FuzzConfig
+
+.DEFAULT_GOAL := build
+.PHONY: help report build demo test race vet fmt staticcheck check fuzz reference golden tiny bench size clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
+
+report: ## what this machine has for building
+	@tools/setup.sh report
+
+build: report ## build/hs
+	@tools/setup.sh
+	@mkdir -p build
+	go build -trimpath -ldflags '$(LDFLAGS)' -o $(HS) ./cmd/hs
+
+demo: build ## train the shipped tiny policy with Harness-S on the embedded database world: SEED=1 RUN=demo-1
+	$(HS) train --preset demo --set run.seed=$(SEED) --run $(RUN) --clean --json
+
+test: ## every test, then what was skipped and why, then the summary
+	@tools/setup.sh test
+	@tools/skips.sh -timeout 20m ./...
+
+race: ## the race detector on the pure-Go packages
+	go test -race -timeout 20m $(PURE)
+
+fmt: ## fail when gofmt would change a file
+	@out=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$out" ]; then echo "gofmt would change:"; echo "$$out"; exit 1; fi
+
+vet: ## go vet
+	go vet ./...
+
+staticcheck: ## staticcheck
+	go tool staticcheck ./...
+
+check: fmt vet staticcheck test ## what CI runs
+
+fuzz: ## ten seconds of each fuzz target
+	@for t in $(FUZZ); do echo "$$t"; go test -run '^$$' -fuzz "^$${t##*:}$$" -fuzztime 10s $${t%%:*} || exit 1; done
+
+reference: ## remake the parity fixtures from transformers (Python, ~7 GB of packages in build/venv)
+	python3 -m venv build/venv && build/venv/bin/pip install -q -r tools/reference/requirements.txt
+	build/venv/bin/python tools/reference/reference.py model/testdata/reference
+
+golden: ## refresh golden files
+	go test ./... -update
+
+tiny: build ## remake the shipped checkpoint: tokenizer, fresh weights, warm start on generated demonstrations
+	$(HS) sft --preset tiny --new tiny --out build/tiny
+	$(HS) sft --pack build/tiny --into model/tiny
+
+bench: build ## CPU benchmarks into bench/results
+	@mkdir -p bench/results
+	$(HS) bench decode --batch 64 --prompt 256 --new 128 --json
+	$(HS) bench train --rows 16 --length 512 --json
+	$(HS) bench step --groups 8 --attempts 8 --prompt 256 --new 128 --json
+
+size: ## lines of code per package
+	@for d in $$(git ls-files '*.go' '*.c' '*.h' '*.inc' | xargs -n1 dirname | sort -u); do \
+	  printf '%6d code %6d test  %s\n' $$(git ls-files "$$d/*.go" "$$d/*.c" "$$d/*.h" "$$d/*.inc" | grep -v '/.*/.*/.*/.*/.*' | grep -v _test.go | xargs -r cat | wc -l) $$(git ls-files "$$d/*_test.go" | xargs -r cat | wc -l) $$d; done
+
+clean: ## remove build/
+	rm -rf build

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Runs `go test` with the given arguments, shows failures and package results, then the skipped tests with their reasons, then a
+# summary line "N passed, N failed, N skipped". Exit status: that of go test.
+set -uo pipefail
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+go test -v "$@" >"$log" 2>&1
+rc=$?
+if [ $rc -ne 0 ]; then
+  grep -vE '^\s*(=== (RUN|PAUSE|CONT|NAME)|--- (PASS|SKIP))' "$log" | tail -n 300
+fi
+grep -E '^(ok|FAIL|---|\?|panic)\s' "$log" | grep -vE '^--- (PASS|SKIP)' || true
+count() { grep -cE "^\s*--- $1" "$log" || true; }
+if [ "$(count SKIP)" != 0 ]; then
+  echo; echo "skipped:"
+  awk '/^ *--- SKIP/ {r=prev; sub(/^ +[^ ]+: /, "", r); printf "  %s: %s\n", $3, r} {prev=$0}' "$log"
+fi
+echo
+echo "$(count PASS) passed, $(count FAIL) failed, $(count SKIP) skipped"
+exit $rc
