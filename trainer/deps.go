@@ -1,0 +1,184 @@
+package trainer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+
+	"harness-s/env"
+	"harness-s/env/harness"
+	"harness-s/model"
+	"harness-s/model/chat"
+)
+
+// Sequences is the bookkeeping half of a runner: sequences that hold context.
+type Sequences interface {
+	Acquire() (model.SeqID, error)
+	Fork(src model.SeqID) (model.SeqID, error)
+	Release(id model.SeqID) error
+	Len(id model.SeqID) int
+	Reset() error
+}
+
+// Sampler is what the scheduler needs of a runner; *model.Runner is one. Step
+// feeds and samples one piece per sequence; what a row computes never depends on
+// the other rows.
+type Sampler interface {
+	Sequences
+	FreePages() int
+	PagesFor(tokens int) int
+	Step(ctx context.Context, work []model.Work) ([]model.Sampled, error)
+}
+
+// Learner is what an update needs of an executor; *model.Exec is one.
+type Learner interface {
+	Forward(b *model.Batch) (*model.Output, error)
+	Backward(dLogP, dEnt []float32) error
+	ZeroGrad() error
+	GradNorm() (float64, error)
+	Step(h model.Hyper) error
+}
+
+// Policy is the weights seen as a whole: what a checkpoint stores. The loop
+// never looks inside.
+type Policy interface {
+	// Version counts optimiser steps since the weights were made; strictly increasing.
+	Version() uint64
+	// State and SetState move weights and moments for checkpoints.
+	State(kind model.StateKind) ([]byte, error)
+	SetState(kind model.StateKind, b []byte) error
+	// SetVersion restores Version and the optimiser's step after a resume.
+	SetVersion(v uint64, optStep int64)
+	OptStep() int64
+	// Save writes a Hugging Face directory.
+	Save(dir string) error
+	SHA256() string
+}
+
+// Tokens is the text side of a tokenizer; *model.Tokenizer is one.
+type Tokens interface {
+	chat.Encoder
+	Decode(ids []int32) string
+}
+
+// Deps are the parts a run is made of. All are required but Log and Demos.
+type Deps struct {
+	Env      env.Env
+	Pool     *harness.Pool // original first
+	Tokens   Tokens
+	Renderer chat.Renderer
+	Stop     []int32 // ids that end a turn, the template's first
+	Sampler  Sampler
+	Learner  Learner
+	Policy   Policy
+	Demos    map[string]string // demonstrations named by harness `demo` ops
+
+	MaxRows    int // rows of one microbatch
+	MaxTargets int // (row, target) pairs of one microbatch
+	Log        *slog.Logger
+
+	closers []func() error
+}
+
+// Options of Assemble beyond the configuration.
+type AssembleOptions struct {
+	Train   bool // build the executor too; the model must have been loaded with LoadOptions.Train
+	MaxRows int  // rows per microbatch, 0 = max(4096, model.max_len)
+	Log     *slog.Logger
+}
+
+// Assemble builds runner and executor on a loaded model and joins them with an
+// environment and a pool. Close the result.
+func Assemble(cfg Config, m *model.Model, e env.Env, pool *harness.Pool, o AssembleOptions) (*Deps, error) {
+	if m.Tok == nil {
+		return nil, &Error{Op: "assemble trainer", Err: errors.New("the model directory has no tokenizer.json"),
+			Hint: "copy tokenizer.json next to config.json"}
+	}
+	stop, err := stopIDs(m)
+	if err != nil {
+		return nil, err
+	}
+	maxRows := o.MaxRows
+	if maxRows == 0 {
+		maxRows = max(4096, cfg.Model.MaxLen)
+	}
+	live := cfg.Rollout.Slots
+	kv := cfg.Rollout.KVTokens
+	if kv == 0 {
+		kv = live * cfg.Model.MaxLen
+	}
+	d := &Deps{
+		Env: e, Pool: pool, Tokens: m.Tok, Renderer: chat.NewRenderer(false), Stop: stop,
+		Policy: modelPolicy{m}, MaxRows: maxRows, MaxTargets: maxRows, Log: o.Log,
+	}
+	if d.Log == nil {
+		d.Log = slog.New(slog.DiscardHandler)
+	}
+	// Shared prompts hold sequences of their own next to the live ones.
+	seqs := live + max(live/4, 2)
+	r, err := model.NewRunner(m, model.RunnerOptions{MaxSeqs: seqs, MaxTokens: kv, PageSize: 16, MaxRows: max(1024, seqs)})
+	if err != nil {
+		return nil, fmt.Errorf("assemble trainer: make runner: %w", err)
+	}
+	d.Sampler = r
+	d.closers = append(d.closers, func() error { r.Close(); return nil })
+	if o.Train {
+		x, err := model.NewExec(m, model.ExecOptions{
+			Temperature: cfg.Rollout.Temperature, MaxRows: maxRows, MaxTargets: d.MaxTargets, Entropy: true,
+		})
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("assemble trainer: make executor: %w", err), d.Close())
+		}
+		d.Learner = x
+		d.closers = append(d.closers, func() error { x.Close(); return nil })
+	}
+	return d, nil
+}
+
+// Close releases what Assemble built. The model stays open.
+func (d *Deps) Close() error {
+	var errs []error
+	for i := len(d.closers) - 1; i >= 0; i-- {
+		errs = append(errs, d.closers[i]())
+	}
+	d.closers = nil
+	return errors.Join(errs...)
+}
+
+func (d *Deps) logger() *slog.Logger {
+	if d.Log == nil {
+		return slog.New(slog.DiscardHandler)
+	}
+	return d.Log
+}
+
+// stopIDs lists every id that ends a turn: the template's <|im_end|> first, then
+// the model's own end-of-sequence ids (pitfalls.md row 77).
+func stopIDs(m *model.Model) ([]int32, error) {
+	id, ok := m.Tok.ID("<|im_end|>")
+	if !ok {
+		return nil, &Error{Op: "assemble trainer", Err: errors.New("the tokenizer has no <|im_end|> token"),
+			Hint: "use a chat model's tokenizer"}
+	}
+	stop := []int32{id}
+	for _, e := range m.Config.EOS {
+		if e != id {
+			stop = append(stop, e)
+		}
+	}
+	return stop, nil
+}
+
+// modelPolicy adapts *model.Model to Policy.
+type modelPolicy struct{ m *model.Model }
+
+func (p modelPolicy) Version() uint64                            { return p.m.Params.Version }
+func (p modelPolicy) OptStep() int64                             { return p.m.Params.OptStep }
+func (p modelPolicy) State(k model.StateKind) ([]byte, error)    { return p.m.Params.State(k) }
+func (p modelPolicy) SetState(k model.StateKind, b []byte) error { return p.m.Params.SetState(k, b) }
+func (p modelPolicy) Save(dir string) error                      { return p.m.Save(dir) }
+func (p modelPolicy) SHA256() string                             { return p.m.WeightsSHA256() }
+func (p modelPolicy) SetVersion(v uint64, optStep int64) {
+	p.m.Params.Version, p.m.Params.OptStep = v, optStep
+}

@@ -1,0 +1,674 @@
+package trainer
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"math"
+	"slices"
+	"sort"
+
+	"harness-s/env/harness"
+	"harness-s/model"
+)
+
+// Kind of a generation request. It sets priority, never the sampled result.
+type Kind uint8
+
+// Kinds in order of priority: what unblocks a group comes first.
+const (
+	KindRescue Kind = iota
+	KindAttempt
+	KindEval
+	KindCalibrate
+	numKinds
+)
+
+func (k Kind) String() string {
+	return [...]string{"rescue", "attempt", "eval", "calibrate", "unknown"}[min(k, numKinds)]
+}
+
+// SchedOptions bound the batches of a Scheduler.
+type SchedOptions struct {
+	Stop       []int32
+	MaxContext int // tokens of one sequence, sampled ones included
+	ChunkRows  int // a feed longer than this is cut into chunks of this size, 0 = 512
+	StepRows   int // rows of prefill in one step, 0 = 2048
+}
+
+// EngineError is a failure of runner or executor. It ends the run at once and
+// never counts as an attempt's result (pitfalls.md row 15).
+type EngineError struct{ Err error }
+
+func (e *EngineError) Error() string { return "engine: " + e.Err.Error() }
+
+// Unwrap gives the cause.
+func (e *EngineError) Unwrap() error { return e.Err }
+
+// ErrBusy says that weights were about to change with sequences still open.
+var ErrBusy = errors.New("sequences are still open")
+
+// SchedStats counts since the last Stats call.
+type SchedStats struct {
+	Steps         int
+	DecodeTokens  int // sampled tokens
+	PrefillTokens int // fed rows that sampled nothing, and first rows of turns
+	SharedTokens  int // prompt tokens not computed because a sequence was forked
+	Preempted     int
+	MaxLive       int // sequences of sessions at once
+}
+
+// Scheduler is the only way to get tokens. It batches every session's pending
+// work into steps of one runner (continuous batching): decode rows always, then
+// pieces of prompts and tool results by priority while rows and pages last.
+//
+// Bits cannot depend on timing: a feed is cut into pieces by its own length
+// alone, a sequence's pieces are recorded, and a preempted sequence is rebuilt
+// from exactly the same pieces; random numbers are keyed by the request.
+//
+// Run must be called once; it owns the runner until its context ends.
+type Scheduler struct {
+	r  Sampler
+	o  SchedOptions
+	in chan func() // executed by Run between steps
+
+	// Owned by Run.
+	active   []*Session // with a pending request, in submission order
+	idle     []*Session // keep a sequence but ask for nothing
+	prefixes []*prefix
+	seq      uint64
+	total    int // pages of the empty runner
+	stats    SchedStats
+	fault    error         // of a Release; ends the next step
+	err      error         // why Run ended
+	done     chan struct{} // closed when Run returned
+}
+
+// NewScheduler wraps an empty runner.
+func NewScheduler(r Sampler, o SchedOptions) *Scheduler {
+	if o.ChunkRows == 0 {
+		o.ChunkRows = 512
+	}
+	if o.StepRows == 0 {
+		o.StepRows = 2048
+	}
+	o.StepRows = max(o.StepRows, o.ChunkRows)
+	return &Scheduler{r: r, o: o, in: make(chan func()), total: r.FreePages(), done: make(chan struct{})}
+}
+
+// Session is the kept context of one episode.
+type Session struct {
+	s        *Scheduler
+	kind     Kind
+	sampling model.Sampling
+	share    int // attempts expected to open with this prompt, itself included
+
+	// Owned by Run.
+	ids     []int32 // whole context, sampled tokens included
+	pieces  []int32 // lengths of the pieces that made the context, for an exact rebuild
+	next    int     // piece to feed next
+	fed     int     // ids in the runner
+	id      model.SeqID
+	held    bool // id is valid
+	rebuild bool // do not look for a shared prompt: it was used, or the context is not a first prompt
+	wait    *prefix
+	order   uint64
+	req     harness.Request
+	key     model.Key
+	maxNew  int
+	limit   harness.Finish // Finish when maxNew is reached
+	out     harness.Completion
+	reply   chan reply
+	closed  bool
+}
+
+type reply struct {
+	c   harness.Completion
+	err error
+}
+
+// prefix is a prompt without its last token, computed once for a group.
+type prefix struct {
+	ids    []int32
+	hash   uint64
+	pieces []int32
+	next   int
+	fed    int
+	id     model.SeqID
+	held   bool
+	left   int // forks still expected
+}
+
+func (p *prefix) ready() bool { return p.held && p.next == len(p.pieces) }
+
+// Open starts a session. share is the number of sessions expected to begin with
+// the same first prompt; with more than one it is computed once and forked.
+func (s *Scheduler) Open(k Kind, sampling model.Sampling, share int) *Session {
+	return &Session{s: s, kind: k, sampling: sampling, share: share, reply: make(chan reply, 1)}
+}
+
+// Generate answers one request. It blocks until the turn is sampled, ctx ends
+// (Finish Aborted with ctx's error) or the engine fails (*EngineError).
+func (t *Session) Generate(ctx context.Context, req harness.Request) (harness.Completion, error) {
+	aborted := harness.Completion{Finish: harness.Aborted}
+	if err := t.s.do(ctx, func() { t.s.submit(t, req) }); err != nil {
+		return aborted, err
+	}
+	select {
+	case r := <-t.reply:
+		return r.c, r.err
+	case <-ctx.Done():
+		if err := t.s.do(context.WithoutCancel(ctx), func() { t.s.drop(t) }); err != nil {
+			return aborted, err
+		}
+		select { // the turn may have ended in between; its result is not wanted
+		case <-t.reply:
+		default:
+		}
+		return aborted, context.Cause(ctx)
+	}
+}
+
+// Close gives the sequence back. It may be called more than once.
+func (t *Session) Close() {
+	_ = t.s.do(context.Background(), func() { t.s.drop(t); t.closed = true }) // fails only after Run ended, when nothing is held
+}
+
+// do runs f in Run's goroutine and waits until it is accepted.
+func (s *Scheduler) do(ctx context.Context, f func()) error {
+	select {
+	case s.in <- f:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-s.done:
+		return s.failure()
+	}
+}
+
+func (s *Scheduler) failure() error {
+	if s.err != nil {
+		return s.err
+	}
+	return &EngineError{Err: errors.New("scheduler is closed")}
+}
+
+// Boundary ends the use of the current weights: it fails with ErrBusy when a
+// session still holds or asks for tokens, else drops everything computed
+// (pitfalls.md row 18).
+func (s *Scheduler) Boundary(ctx context.Context) error {
+	res := make(chan error, 1)
+	err := s.do(ctx, func() {
+		if n := len(s.active) + len(s.idle); n > 0 {
+			res <- fmt.Errorf("change weights: %d sequences: %w", n, ErrBusy)
+			return
+		}
+		s.prefixes = nil
+		res <- s.r.Reset()
+	})
+	if err != nil {
+		return err
+	}
+	return <-res
+}
+
+// Stats returns and clears the counters.
+func (s *Scheduler) Stats(ctx context.Context) (SchedStats, error) {
+	res := make(chan SchedStats, 1)
+	if err := s.do(ctx, func() { res <- s.stats; s.stats = SchedStats{} }); err != nil {
+		return SchedStats{}, err
+	}
+	return <-res, nil
+}
+
+// Run serves sessions until ctx ends (nil) or the engine fails (*EngineError).
+// Without work it blocks.
+func (s *Scheduler) Run(ctx context.Context) error {
+	defer func() {
+		close(s.done)
+		for _, t := range s.active {
+			t.reply <- reply{c: harness.Completion{Finish: harness.Aborted}, err: s.failure()}
+		}
+		s.active = nil
+	}()
+	for {
+		if len(s.active) == 0 {
+			select {
+			case f := <-s.in:
+				f()
+			case <-ctx.Done():
+				return nil
+			}
+		}
+		for more := true; more; {
+			select {
+			case f := <-s.in:
+				f()
+			default:
+				more = false
+			}
+		}
+		if ctx.Err() != nil {
+			return nil
+		}
+		if len(s.active) == 0 {
+			continue
+		}
+		if err := s.step(ctx); err != nil {
+			if ctx.Err() != nil {
+				return nil
+			}
+			s.err = &EngineError{Err: err}
+			return s.err
+		}
+	}
+}
+
+// submit accepts a request, in Run's goroutine.
+func (s *Scheduler) submit(t *Session, req harness.Request) {
+	if t.closed {
+		t.reply <- reply{err: errors.New("generate: session is closed")}
+		return
+	}
+	if req.Restart {
+		s.release(t)
+		t.ids, t.pieces, t.next, t.rebuild = nil, nil, 0, true
+	}
+	first := len(t.ids) == 0
+	// A first prompt is fed without its last token, then that token alone: the
+	// same pieces whether or not the prompt is shared.
+	feed := len(t.ids) - t.planned() + len(req.Append)
+	if first && feed > 1 {
+		t.pieces = appendChunks(t.pieces, feed-1, s.o.ChunkRows)
+		t.pieces = append(t.pieces, 1)
+	} else {
+		t.pieces = appendChunks(t.pieces, feed, s.o.ChunkRows)
+	}
+	t.ids = append(t.ids, req.Append...)
+	t.req, t.key, t.out = req, KeyOf(req.Key), harness.Completion{}
+	t.maxNew, t.limit = req.MaxNew, harness.Length
+	room := s.o.MaxContext - len(t.ids)
+	// What one sequence alone can never hold is refused here, not queued.
+	room = min(room, sort.Search(max(room, 0), func(n int) bool { return s.r.PagesFor(len(t.ids)+n+1) > s.total }))
+	if room < t.maxNew {
+		t.maxNew, t.limit = room, harness.Context
+	}
+	s.idle = remove(s.idle, t)
+	if t.maxNew <= 0 || len(t.ids) == 0 {
+		s.release(t)
+		t.reply <- reply{c: harness.Completion{Finish: harness.Context}}
+		return
+	}
+	if t.order == 0 {
+		s.seq++
+		t.order = s.seq
+	}
+	s.active = append(s.active, t)
+}
+
+// planned is the number of ids covered by pieces.
+func (t *Session) planned() int {
+	n := 0
+	for _, p := range t.pieces {
+		n += int(p)
+	}
+	return n
+}
+
+func appendChunks(dst []int32, n, chunk int) []int32 {
+	for ; n > chunk; n -= chunk {
+		dst = append(dst, int32(chunk))
+	}
+	if n > 0 {
+		dst = append(dst, int32(n))
+	}
+	return dst
+}
+
+// drop forgets a session's request and sequence.
+func (s *Scheduler) drop(t *Session) {
+	s.release(t)
+	s.active, s.idle = remove(s.active, t), remove(s.idle, t)
+	t.ids, t.pieces, t.next, t.rebuild = nil, nil, 0, true
+}
+
+func remove(list []*Session, t *Session) []*Session {
+	if i := slices.Index(list, t); i >= 0 {
+		return slices.Delete(list, i, i+1)
+	}
+	return list
+}
+
+// release gives the runner's sequence back and rewinds to its first piece.
+func (s *Scheduler) release(t *Session) {
+	if t.held {
+		s.fault = errors.Join(s.fault, s.r.Release(t.id))
+		t.held = false
+	}
+	t.next, t.fed, t.wait = 0, 0, nil
+}
+
+// plan is one step under construction.
+type plan struct {
+	work  []model.Work
+	owner []any // *Session or *prefix, parallel to work
+	rows  int   // rows of prefill
+	pages int   // pages still free
+	order []*Session
+}
+
+func (p *plan) has(o any) bool { return slices.Contains(p.owner, o) }
+
+// step builds one batch, runs it and hands the results on.
+func (s *Scheduler) step(ctx context.Context) error {
+	p := &plan{pages: s.r.FreePages(), order: slices.Clone(s.active)}
+	slices.SortFunc(p.order, func(a, b *Session) int {
+		return cmp.Or(cmp.Compare(a.kind, b.kind), cmp.Compare(a.order, b.order))
+	})
+	for _, decode := range []bool{true, false} {
+		for _, t := range p.order {
+			if p.has(t) || decode != (t.held && t.pieces[t.next] == 1) || !decode && p.rows >= s.o.StepRows {
+				continue
+			}
+			if err := s.addSession(p, t); err != nil {
+				return err
+			}
+		}
+	}
+	if len(p.work) == 0 {
+		return fmt.Errorf("schedule: %d requests and none can run with %d of %d pages free", len(s.active), p.pages, s.total)
+	}
+	res, err := s.r.Step(ctx, p.work)
+	if err != nil {
+		return err
+	}
+	if len(res) != len(p.work) {
+		return fmt.Errorf("schedule: runner answered %d of %d rows", len(res), len(p.work))
+	}
+	s.stats.Steps++
+	s.stats.MaxLive = max(s.stats.MaxLive, len(s.active)+len(s.idle))
+	for i, o := range p.owner {
+		switch o := o.(type) {
+		case *prefix:
+			o.fed += len(p.work[i].Append)
+			o.next++
+			s.stats.PrefillTokens += len(p.work[i].Append)
+		case *Session:
+			if err := s.advance(o, p.work[i], res[i]); err != nil {
+				return err
+			}
+		}
+	}
+	return s.fault
+}
+
+// addSession adds t's next piece to the plan, or what t waits for. A sequence
+// that lacks pages takes them from whoever is less urgent; one that has not begun
+// waits, unless nothing else runs.
+func (s *Scheduler) addSession(p *plan, t *Session) error {
+	if !t.held {
+		ok, err := s.begin(p, t)
+		if err != nil || !ok {
+			return err
+		}
+	}
+	n := int(t.pieces[t.next])
+	need := s.r.PagesFor(t.fed+n) - s.r.PagesFor(t.fed)
+	if !s.makeRoom(p, need, t, true) {
+		return nil
+	}
+	p.pages -= need
+	w := model.Work{Seq: t.id, Append: t.ids[t.fed : t.fed+n]}
+	if t.fed+n == len(t.ids) {
+		w.Sample, w.Sampling, w.Key, w.Ctr = true, t.sampling, t.key, uint64(len(t.out.Tokens))
+	}
+	if n > 1 {
+		p.rows += n
+	}
+	p.work, p.owner = append(p.work, w), append(p.owner, t)
+	return nil
+}
+
+// begin gives t a sequence: a fork of its group's prompt when that is ready, or
+// an empty one. It reports false when t has to wait.
+func (s *Scheduler) begin(p *plan, t *Session) (bool, error) {
+	force := len(p.work) == 0
+	if t.share > 1 && !t.rebuild && len(t.ids) > 1 {
+		pre := s.prefixOf(t)
+		if !pre.ready() {
+			return false, s.addPrefix(p, pre, t)
+		}
+		// A fork copies the last partial page.
+		id, ok, err := s.take(p, func() (model.SeqID, error) { return s.r.Fork(pre.id) }, 1, t, force)
+		if err != nil {
+			return false, err
+		}
+		if ok {
+			p.pages = s.freeAfter(p)
+			t.id, t.held, t.fed, t.next, t.wait = id, true, pre.fed, len(pre.pieces), nil
+			t.rebuild = true
+			s.stats.SharedTokens += pre.fed
+			if pre.left--; pre.left <= 0 {
+				s.dropPrefix(pre)
+			}
+			return true, nil
+		}
+		if !force {
+			return false, nil
+		}
+		s.dropPrefix(pre) // prompt and fork do not fit together
+	}
+	t.rebuild = true
+	id, ok, err := s.take(p, s.r.Acquire, s.r.PagesFor(len(t.ids)), t, force)
+	if err != nil || !ok {
+		return false, err
+	}
+	t.id, t.held, t.fed, t.next = id, true, 0, 0
+	return true, nil
+}
+
+// prefixOf finds or makes the shared prompt of t, which has sampled nothing yet.
+func (s *Scheduler) prefixOf(t *Session) *prefix {
+	if t.wait != nil {
+		return t.wait
+	}
+	ids := t.ids[:len(t.ids)-1]
+	h := hashIDs(ids)
+	for _, pre := range s.prefixes {
+		if pre.hash == h && slices.Equal(pre.ids, ids) {
+			t.wait = pre
+			return pre
+		}
+	}
+	t.wait = &prefix{ids: slices.Clone(ids), hash: h, left: t.share, pieces: appendChunks(nil, len(ids), s.o.ChunkRows)}
+	s.prefixes = append(s.prefixes, t.wait)
+	return t.wait
+}
+
+// addPrefix puts a shared prompt's next piece into the plan, once.
+func (s *Scheduler) addPrefix(p *plan, pre *prefix, t *Session) error {
+	if p.has(pre) {
+		return nil
+	}
+	if !pre.held {
+		id, ok, err := s.take(p, s.r.Acquire, s.r.PagesFor(len(pre.ids)), t, len(p.work) == 0)
+		if err != nil || !ok {
+			return err
+		}
+		pre.id, pre.held, pre.fed, pre.next = id, true, 0, 0
+	}
+	n := int(pre.pieces[pre.next])
+	need := s.r.PagesFor(pre.fed+n) - s.r.PagesFor(pre.fed)
+	if !s.makeRoom(p, need, t, true) {
+		return nil
+	}
+	p.pages -= need
+	p.rows += n
+	p.work = append(p.work, model.Work{Seq: pre.id, Append: pre.ids[pre.fed : pre.fed+n]})
+	p.owner = append(p.owner, pre)
+	return nil
+}
+
+// take obtains a sequence for t once pages are free, evicting if need be.
+func (s *Scheduler) take(p *plan, get func() (model.SeqID, error), pages int, t *Session, force bool) (model.SeqID, bool, error) {
+	if !s.makeRoom(p, pages, t, force) {
+		return 0, false, nil
+	}
+	for {
+		id, err := get()
+		if err == nil {
+			return id, true, nil
+		}
+		if !errors.Is(err, model.ErrNoSlot) && !errors.Is(err, model.ErrNoPages) {
+			return 0, false, err
+		}
+		if !s.evict(p, t, force) {
+			return 0, false, nil
+		}
+	}
+}
+
+// makeRoom evicts until need pages are free for t.
+func (s *Scheduler) makeRoom(p *plan, need int, t *Session, force bool) bool {
+	for p.pages < need {
+		if !s.evict(p, t, force) {
+			return false
+		}
+	}
+	return true
+}
+
+// evict frees one sequence that is not part of the plan: a shared prompt nobody
+// waits for; with force also the latest idle session, the latest session that
+// comes after t, or any other shared prompt.
+func (s *Scheduler) evict(p *plan, t *Session, force bool) bool {
+	if pre := s.spare(p, t, false); pre != nil {
+		s.dropPrefix(pre)
+		p.pages = s.freeAfter(p)
+		return true
+	}
+	if !force {
+		return false
+	}
+	var victim *Session
+	for _, c := range s.idle {
+		if c.held && (victim == nil || c.kind > victim.kind || c.kind == victim.kind && c.order > victim.order) {
+			victim = c
+		}
+	}
+	for i := len(p.order) - 1; victim == nil && i >= 0 && p.order[i] != t; i-- {
+		if c := p.order[i]; c.held && !p.has(c) {
+			victim = c
+		}
+	}
+	if victim == nil {
+		pre := s.spare(p, t, true)
+		if pre == nil {
+			return false
+		}
+		s.dropPrefix(pre)
+	} else {
+		s.release(victim)
+		s.stats.Preempted++
+	}
+	p.pages = s.freeAfter(p)
+	return true
+}
+
+// spare is the latest shared prompt that the plan does not use and t does not
+// wait for; unless any is set, nobody else may wait for it either.
+func (s *Scheduler) spare(p *plan, t *Session, any bool) *prefix {
+	for i := len(s.prefixes) - 1; i >= 0; i-- {
+		pre := s.prefixes[i]
+		if !pre.held || pre == t.wait || p.has(pre) {
+			continue
+		}
+		if any || !slices.ContainsFunc(s.active, func(c *Session) bool { return c.wait == pre }) {
+			return pre
+		}
+	}
+	return nil
+}
+
+// freeAfter is what the runner has free minus what the plan will use.
+func (s *Scheduler) freeAfter(p *plan) int {
+	free := s.r.FreePages()
+	for _, w := range p.work {
+		n := s.r.Len(w.Seq)
+		free -= s.r.PagesFor(n+len(w.Append)) - s.r.PagesFor(n)
+	}
+	return free
+}
+
+func (s *Scheduler) dropPrefix(pre *prefix) {
+	if pre.held {
+		s.fault = errors.Join(s.fault, s.r.Release(pre.id))
+	}
+	s.prefixes = slices.DeleteFunc(s.prefixes, func(q *prefix) bool { return q == pre })
+	for _, t := range s.active {
+		if t.wait == pre {
+			t.wait = nil
+		}
+	}
+}
+
+// advance books what a step computed for t and ends its turn when it is over.
+func (s *Scheduler) advance(t *Session, w model.Work, r model.Sampled) error {
+	t.fed += len(w.Append)
+	t.next++
+	if !w.Sample {
+		s.stats.PrefillTokens += len(w.Append)
+		return nil
+	}
+	s.stats.DecodeTokens++
+	s.stats.PrefillTokens += len(w.Append) - 1
+	if lp := float64(r.LogProb); math.IsNaN(lp) || math.IsInf(lp, 0) {
+		return fmt.Errorf("sample token %d of task %s under %s, turn %d: log-prob %v", len(t.out.Tokens), t.req.Key.Task, t.req.Key.Harness, t.req.Key.Turn, lp)
+	}
+	t.ids = append(t.ids, r.Token)
+	t.out.Tokens = append(t.out.Tokens, r.Token)
+	t.out.LogProb = append(t.out.LogProb, r.LogProb)
+	switch {
+	case slices.Contains(s.o.Stop, r.Token):
+		t.out.Finish = harness.Stop
+	case len(t.out.Tokens) >= t.maxNew:
+		t.out.Finish = t.limit
+	default:
+		t.pieces = append(t.pieces, 1)
+		return nil
+	}
+	// The last token is fed with the next turn's text.
+	s.active = remove(s.active, t)
+	s.idle = append(s.idle, t)
+	t.reply <- reply{c: t.out}
+	return nil
+}
+
+func hashIDs(ids []int32) uint64 {
+	h := uint64(14695981039346656037)
+	for _, id := range ids {
+		h = (h ^ uint64(uint32(id))) * 1099511628211
+	}
+	return h
+}
+
+// KeyOf derives the Philox key of a turn from its name (R22): two FNV-1a hashes
+// of the same bytes, mixed by SplitMix64's finaliser.
+func KeyOf(k harness.RNGKey) model.Key {
+	b := fmt.Appendf(nil, "%d|%d|%q|%q|%q|%d|%d", k.Seed, k.Step, k.Task, k.Phase, k.Harness, k.Attempt, k.Turn)
+	lo, hi := fnv.New64a(), fnv.New64()
+	_, _ = lo.Write(b) // hash.Hash never fails
+	_, _ = hi.Write(b)
+	return model.Key{Lo: mix64(lo.Sum64()), Hi: mix64(hi.Sum64() ^ 0x9e3779b97f4a7c15)}
+}
+
+// mix64 is the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+func mix64(z uint64) uint64 {
+	z ^= z >> 30
+	z *= 0xbf58476d1ce4e5b9
+	z ^= z >> 27
+	z *= 0x94d049bb133111eb
+	return z ^ z>>31
+}
