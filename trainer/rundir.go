@@ -1,0 +1,478 @@
+package trainer
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"harness-s/env"
+)
+
+// RunDir is the directory of one run (design.md 12). One process holds its lock
+// while it writes; readers need no lock, because everything is published by
+// rename or appended line by line.
+type RunDir struct {
+	dir     string
+	lock    string
+	Attempt int // number of the process attempt, from 1: logs/attempt_N.log
+
+	mu       sync.Mutex
+	manifest Manifest
+}
+
+// Manifest says what the run was made of. Seeds, digests and unsealings are
+// enough to tell whether two runs can be compared.
+type Manifest struct {
+	Schema    int                `json:"schema"`
+	Name      string             `json:"name"`
+	Created   time.Time          `json:"created"`
+	Version   string             `json:"version"`
+	Commit    string             `json:"commit,omitempty"`
+	Go        string             `json:"go,omitempty"`
+	ABI       int                `json:"abi,omitempty"`
+	Device    string             `json:"device,omitempty"`
+	Driver    string             `json:"driver,omitempty"`
+	Seed      uint64             `json:"seed"`
+	Config    string             `json:"config_digest"`
+	Data      string             `json:"data_digest,omitempty"`
+	Env       *env.Info          `json:"env,omitempty"`
+	Pool      string             `json:"pool_digest,omitempty"`
+	Model     string             `json:"model_digest,omitempty"`
+	Attempts  []AttemptInfo      `json:"attempts,omitempty"`
+	Unsealed  []env.UnsealRecord `json:"unsealed,omitempty"`
+	Extra     map[string]string  `json:"extra,omitempty"`
+	Completed bool               `json:"completed,omitempty"`
+}
+
+// AttemptInfo is one process that worked on the run.
+type AttemptInfo struct {
+	Number int       `json:"number"`
+	PID    int       `json:"pid"`
+	Host   string    `json:"host"`
+	Start  time.Time `json:"start"`
+	Resume int       `json:"resume_step"`
+}
+
+const manifestFile, lockFile = "manifest.json", "hs.lock"
+
+// subdirs of a run, made at creation.
+var subdirs = [...]string{"logs", "rollouts", "router", "evidence", "pool", "evals", "tb", "checkpoints"}
+
+// CreateRun makes root/name with its folders, writes run.toml and the manifest,
+// and takes the lock. A directory that is in use already is refused with
+// ErrRunExists and the three ways out; clean removes it first, unless a live
+// process holds its lock or it does not look like a run.
+func CreateRun(root, name string, config []byte, m Manifest, clean bool) (*RunDir, error) {
+	if name == "" || name != filepath.Base(name) || strings.HasPrefix(name, ".") {
+		return nil, hinted("create run", "use letters, digits, - and _", "%q is not a directory name", name)
+	}
+	dir := filepath.Join(root, name)
+	if used, err := inUse(dir); err != nil {
+		return nil, fmt.Errorf("create run: %w", err)
+	} else if used && clean {
+		if err := cleanRun(dir); err != nil {
+			return nil, err
+		}
+	} else if used {
+		return nil, &Error{Op: "create run", Err: fmt.Errorf("%s: %w", dir, ErrRunExists),
+			Hint: fmt.Sprintf("go on with it: --run %s --resume; keep it and start another: --run NAME; delete it and start again: --run %s --clean", name, name)}
+	}
+	for _, s := range subdirs {
+		if err := os.MkdirAll(filepath.Join(dir, s), 0o755); err != nil {
+			return nil, diskError("create run", filepath.Join(dir, s), err)
+		}
+	}
+	r := &RunDir{dir: dir, Attempt: 1, manifest: m}
+	r.manifest.Schema, r.manifest.Name = 1, name
+	if err := r.takeLock(m.Created); err != nil {
+		return nil, err
+	}
+	if err := errors.Join(WriteAtomic(r.Path("run.toml"), config), r.startAttempt(m.Created, 0)); err != nil {
+		return nil, errors.Join(err, r.Close())
+	}
+	return r, nil
+}
+
+// OpenRun takes the lock of an existing run in order to go on with it. The caller
+// picks the step and then calls BeginResume.
+func OpenRun(root, name string, now time.Time) (*RunDir, error) {
+	r := &RunDir{dir: filepath.Join(root, name)}
+	m, err := ReadManifest(r.dir)
+	if err != nil {
+		return nil, &Error{Op: "open run", Err: err, Hint: "list runs with: hs ls"}
+	}
+	r.manifest, r.Attempt = m, len(m.Attempts)+1
+	if err := r.takeLock(now); err != nil {
+		return nil, err
+	}
+	return r, nil
+}
+
+// BeginResume records a new attempt that goes on after step and drops every
+// record past it: metrics, events, decisions, rollouts, evaluations, evidence.
+func (r *RunDir) BeginResume(step int, now time.Time) error {
+	for _, name := range []string{"metrics.jsonl", "events.jsonl", "router/decisions.jsonl"} {
+		if err := truncateJSONL(r.Path(name), step); err != nil {
+			return fmt.Errorf("resume run: %w", err)
+		}
+	}
+	for _, sub := range []string{"rollouts", "evals"} {
+		entries, err := os.ReadDir(r.Path(sub))
+		if err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("resume run: %w", err)
+		}
+		for _, e := range entries {
+			if n, ok := stepOf(e.Name()); ok && n > step {
+				if err := os.Remove(r.Path(sub, e.Name())); err != nil {
+					return fmt.Errorf("resume run: %w", err)
+				}
+			}
+		}
+	}
+	return r.startAttempt(now, step)
+}
+
+// stepOf reads the number of step_000120.jsonl.zst and the like.
+func stepOf(name string) (int, bool) {
+	rest, ok := strings.CutPrefix(name, "step_")
+	if !ok {
+		return 0, false
+	}
+	num, _, _ := strings.Cut(rest, ".")
+	n, err := strconv.Atoi(num)
+	return n, err == nil
+}
+
+func (r *RunDir) startAttempt(now time.Time, step int) error {
+	host, err := os.Hostname()
+	if err != nil {
+		return fmt.Errorf("read host name: %w", err)
+	}
+	return r.UpdateManifest(func(m *Manifest) {
+		m.Attempts = append(m.Attempts, AttemptInfo{Number: r.Attempt, PID: os.Getpid(), Host: host, Start: now, Resume: step})
+	})
+}
+
+// Dir is the run's directory; Name its last element.
+func (r *RunDir) Dir() string  { return r.dir }
+func (r *RunDir) Name() string { return filepath.Base(r.dir) }
+
+// Path joins elements below the run directory.
+func (r *RunDir) Path(elem ...string) string {
+	return filepath.Join(append([]string{r.dir}, elem...)...)
+}
+
+// Manifest returns a copy of the manifest.
+func (r *RunDir) Manifest() Manifest {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.manifest
+}
+
+// UpdateManifest changes the manifest and publishes it; when the write fails the
+// manifest in memory stays as it was.
+func (r *RunDir) UpdateManifest(change func(*Manifest)) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	m := r.manifest
+	change(&m)
+	b, err := json.MarshalIndent(m, "", "  ")
+	if err != nil {
+		return fmt.Errorf("encode manifest: %w", err)
+	}
+	if err := WriteAtomic(r.Path(manifestFile), append(b, '\n')); err != nil {
+		return err
+	}
+	r.manifest = m
+	return nil
+}
+
+// RecordUnseal implements env.Recorder: the record is on disk before any test
+// task can be read.
+func (r *RunDir) RecordUnseal(u env.UnsealRecord) error {
+	return r.UpdateManifest(func(m *Manifest) { m.Unsealed = append(m.Unsealed[:len(m.Unsealed):len(m.Unsealed)], u) })
+}
+
+// ReadManifest reads the manifest of any run directory, without a lock.
+func ReadManifest(dir string) (Manifest, error) {
+	var m Manifest
+	b, err := os.ReadFile(filepath.Join(dir, manifestFile))
+	if err != nil {
+		return m, fmt.Errorf("read manifest: %w", err)
+	}
+	if err := json.Unmarshal(b, &m); err != nil {
+		return m, fmt.Errorf("read manifest of %s: %w", dir, err)
+	}
+	return m, nil
+}
+
+// Preflight refuses to start when the file system cannot hold two checkpoints of
+// the given size (pitfalls.md row 74).
+func (r *RunDir) Preflight(checkpointBytes int64) error {
+	free, err := FreeBytes(r.dir)
+	if err != nil {
+		return err
+	}
+	if need := 2 * checkpointBytes; free < need {
+		return &Error{Op: "check free space", Err: fmt.Errorf("%s: %d bytes free, two checkpoints need %d: %w", r.dir, free, need, ErrNoSpace),
+			Hint: "free space, choose another runs root with -C DIR, or lower save.keep"}
+	}
+	return nil
+}
+
+// LogFile creates logs/attempt_N.log and points logs/latest at it.
+func (r *RunDir) LogFile() (*os.File, error) {
+	name := fmt.Sprintf("attempt_%d.log", r.Attempt)
+	f, err := os.OpenFile(r.Path("logs", name), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	if err != nil {
+		return nil, fmt.Errorf("open log: %w", err)
+	}
+	tmp := r.Path("logs", "latest.tmp")
+	err = errors.Join(ignoreMissing(os.Remove(tmp)), os.Symlink(name, tmp), os.Rename(tmp, r.Path("logs", "latest")))
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("link latest log: %w", err), f.Close())
+	}
+	return f, nil
+}
+
+// WriteRollouts publishes rollouts/step_N.jsonl.zst with one line per record.
+func (r *RunDir) WriteRollouts(step int, records []any) error {
+	var text bytes.Buffer
+	e := json.NewEncoder(&text)
+	e.SetEscapeHTML(false)
+	for i, rec := range records {
+		if err := e.Encode(rec); err != nil {
+			return fmt.Errorf("encode rollout %d of step %d: %w", i, step, err)
+		}
+	}
+	packed, err := compress(text.Bytes())
+	if err != nil {
+		return err
+	}
+	return WriteAtomic(r.Path("rollouts", stepName(step)+".jsonl.zst"), packed)
+}
+
+// ReadRollouts calls each with every line of a step's rollouts file.
+func ReadRollouts(dir string, step int, each func(line []byte) error) error {
+	packed, err := os.ReadFile(filepath.Join(dir, "rollouts", stepName(step)+".jsonl.zst"))
+	if err != nil {
+		return fmt.Errorf("read rollouts of step %d: %w", step, err)
+	}
+	text, err := decompress(packed)
+	if err != nil {
+		return fmt.Errorf("read rollouts of step %d: %w", step, err)
+	}
+	for line := range bytes.Lines(text) {
+		if err := each(bytes.TrimRight(line, "\n")); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// WriteJSON publishes a JSON file below the run directory.
+func (r *RunDir) WriteJSON(name string, v any) error {
+	b, err := json.MarshalIndent(v, "", "  ")
+	if err != nil {
+		return fmt.Errorf("encode %s: %w", name, err)
+	}
+	if err := os.MkdirAll(filepath.Dir(r.Path(name)), 0o755); err != nil {
+		return fmt.Errorf("write %s: %w", name, err)
+	}
+	return WriteAtomic(r.Path(name), append(b, '\n'))
+}
+
+// Checkpoints opens the run's checkpoint folder.
+func (r *RunDir) Checkpoints(s SaveConfig, warn func(error)) *Checkpoints {
+	return NewCheckpoints(r.Path("checkpoints"), s.Keep, s.KeepEvery, warn)
+}
+
+// Close releases the lock.
+func (r *RunDir) Close() error {
+	if r.lock == "" {
+		return nil
+	}
+	err := os.Remove(r.lock)
+	r.lock = ""
+	if err != nil {
+		return fmt.Errorf("release lock: %w", err)
+	}
+	return nil
+}
+
+// Appender adds JSON lines to a file; every line is one write, so a kill leaves
+// whole lines and at most one cut one, which resume removes.
+type Appender struct {
+	mu   sync.Mutex
+	f    *os.File
+	path string
+}
+
+// Appender opens name below the run directory for appending.
+func (r *RunDir) Appender(name string) (*Appender, error) {
+	path := r.Path(name)
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", name, err)
+	}
+	return &Appender{f: f, path: path}, nil
+}
+
+// Write appends v as one line.
+func (a *Appender) Write(v any) error {
+	var line bytes.Buffer
+	e := json.NewEncoder(&line)
+	e.SetEscapeHTML(false)
+	if err := e.Encode(v); err != nil {
+		return fmt.Errorf("encode line of %s: %w", filepath.Base(a.path), err)
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if _, err := a.f.Write(line.Bytes()); err != nil {
+		return diskError("append to "+filepath.Base(a.path), a.path, err)
+	}
+	return nil
+}
+
+// Sync flushes to the disk.
+func (a *Appender) Sync() error { return a.f.Sync() }
+
+// Close syncs and closes the file.
+func (a *Appender) Close() error { return errors.Join(a.f.Sync(), a.f.Close()) }
+
+// truncateJSONL keeps the lines whose "step" is at most step. A last line that a
+// kill cut short is dropped; a damaged line before it is an error.
+func truncateJSONL(path string, step int) error {
+	f, err := os.Open(path)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	var keep bytes.Buffer
+	rd := bufio.NewReader(f)
+	for n := 1; ; n++ {
+		line, err := rd.ReadBytes('\n')
+		if err != nil && err != io.EOF {
+			return err
+		}
+		if err == io.EOF {
+			break // an unfinished line, or nothing
+		}
+		var at struct {
+			Step *int `json:"step"`
+		}
+		if err := json.Unmarshal(line, &at); err != nil || at.Step == nil {
+			return fmt.Errorf("%s line %d: not a record with a step", path, n)
+		}
+		if *at.Step <= step {
+			keep.Write(line)
+		}
+	}
+	return WriteAtomic(path, keep.Bytes())
+}
+
+func inUse(dir string) (bool, error) {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return false, nil
+	}
+	return len(entries) > 0, err
+}
+
+// cleanRun removes a run directory, and nothing that is not one.
+func cleanRun(dir string) error {
+	if _, err := ReadManifest(dir); err != nil {
+		if _, e := os.Stat(filepath.Join(dir, "run.toml")); e != nil {
+			return hinted("clean run", "remove it yourself if it may go", "%s holds neither %s nor run.toml", dir, manifestFile)
+		}
+	}
+	if o, err := readLock(filepath.Join(dir, lockFile)); err == nil && o.alive() {
+		return lockedError(dir, o)
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		return fmt.Errorf("clean run: %w", err)
+	}
+	return nil
+}
+
+// lockOwner is the content of hs.lock.
+type lockOwner struct {
+	PID   int       `json:"pid"`
+	Host  string    `json:"host"`
+	Start time.Time `json:"start"`
+}
+
+func readLock(path string) (lockOwner, error) {
+	var o lockOwner
+	b, err := os.ReadFile(path)
+	if err == nil {
+		err = json.Unmarshal(b, &o)
+	}
+	return o, err
+}
+
+// alive reports whether the owner may still run. A process of another host is
+// taken to be alive: only its host can tell.
+func (o lockOwner) alive() bool {
+	host, err := os.Hostname()
+	if err != nil || host != o.Host {
+		return true
+	}
+	err = unix.Kill(o.PID, 0)
+	return err == nil || errors.Is(err, unix.EPERM)
+}
+
+func lockedError(dir string, o lockOwner) error {
+	return &Error{Op: "lock run", Err: fmt.Errorf("%s: %w: process %d on %s since %s", dir, ErrLocked, o.PID, o.Host, o.Start.Format(time.RFC3339)),
+		Hint: "wait for it or stop it; if that host is gone, remove " + filepath.Join(dir, lockFile)}
+}
+
+// takeLock creates the lock file; one whose process is dead is replaced. Creation
+// is by link of a finished file, so two processes cannot both win.
+func (r *RunDir) takeLock(now time.Time) error {
+	path := r.Path(lockFile)
+	host, err := os.Hostname()
+	if err != nil {
+		return fmt.Errorf("read host name: %w", err)
+	}
+	b, err := json.Marshal(lockOwner{PID: os.Getpid(), Host: host, Start: now})
+	if err != nil {
+		return fmt.Errorf("encode lock: %w", err)
+	}
+	mine := fmt.Sprintf("%s.%d", path, os.Getpid())
+	if err := os.WriteFile(mine, append(b, '\n'), 0o644); err != nil {
+		return diskError("lock run", mine, err)
+	}
+	defer os.Remove(mine)
+	for range 2 {
+		if err = os.Link(mine, path); err == nil {
+			r.lock = path
+			return nil
+		}
+		if !errors.Is(err, os.ErrExist) {
+			return fmt.Errorf("lock run: %w", err)
+		}
+		o, rerr := readLock(path)
+		if rerr == nil && o.alive() {
+			return lockedError(r.dir, o)
+		}
+		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("remove stale lock: %w", err)
+		}
+	}
+	return fmt.Errorf("lock run: %w", err)
+}

@@ -1,0 +1,94 @@
+package trainer
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"math"
+	"os"
+	"path/filepath"
+	"time"
+)
+
+// TensorBoard event files are TFRecords (length, masked CRC-32C of the length,
+// data, masked CRC-32C of the data) of Event protobufs. Only five fields are
+// used, so the encoder is written out here: Event{wall_time 1, step 2,
+// file_version 3, summary 5}, Summary{value 1}, Value{tag 1, simple_value 2}.
+
+// TBSink creates dir/events.out.tfevents.UNIX.NAME and writes one event per step.
+// now stamps the events.
+func TBSink(dir, name string, now func() time.Time) (Sink, error) {
+	path := filepath.Join(dir, fmt.Sprintf("events.out.tfevents.%d.%s", now().Unix(), name))
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o644)
+	if err != nil {
+		return nil, fmt.Errorf("create event file: %w", err)
+	}
+	s := &tbSink{w: f, f: f, now: now}
+	if err := s.put(event(seconds(now()), 0, "brain.Event:2", nil)); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return s, nil
+}
+
+type tbSink struct {
+	w   io.Writer
+	f   *os.File
+	now func() time.Time
+}
+
+func (s *tbSink) Write(r *Record) error {
+	return s.put(event(seconds(s.now()), int64(r.Step), "", r.Values()))
+}
+
+func (s *tbSink) Close() error { return errors.Join(s.f.Sync(), s.f.Close()) }
+
+func (s *tbSink) put(data []byte) error {
+	if _, err := s.w.Write(tfRecord(data)); err != nil {
+		return fmt.Errorf("write event file: %w", err)
+	}
+	return nil
+}
+
+func seconds(t time.Time) float64 { return float64(t.UnixNano()) / 1e9 }
+
+// tfRecord frames data.
+func tfRecord(data []byte) []byte {
+	out := binary.LittleEndian.AppendUint64(nil, uint64(len(data)))
+	out = binary.LittleEndian.AppendUint32(out, maskedCRC(out))
+	out = append(out, data...)
+	return binary.LittleEndian.AppendUint32(out, maskedCRC(data))
+}
+
+// maskedCRC rotates and offsets the CRC-32C, as TFRecord files want it.
+func maskedCRC(b []byte) uint32 {
+	c := crc32.Checksum(b, crc32.MakeTable(crc32.Castagnoli))
+	return (c>>15 | c<<17) + 0xa282ead8
+}
+
+// event encodes an Event; version and values may be empty.
+func event(wall float64, step int64, version string, values []Value) []byte {
+	b := binary.LittleEndian.AppendUint64([]byte{1<<3 | 1}, math.Float64bits(wall))
+	if step != 0 {
+		b = binary.AppendUvarint(append(b, 2<<3), uint64(step))
+	}
+	if version != "" {
+		b = appendBytes(b, 3, []byte(version))
+	}
+	if len(values) == 0 {
+		return b
+	}
+	var sum []byte
+	for _, v := range values {
+		val := appendBytes(nil, 1, []byte(v.Name))
+		val = binary.LittleEndian.AppendUint32(append(val, 2<<3|5), math.Float32bits(float32(v.V)))
+		sum = appendBytes(sum, 1, val)
+	}
+	return appendBytes(b, 5, sum)
+}
+
+// appendBytes appends a length-delimited field.
+func appendBytes(b []byte, field byte, v []byte) []byte {
+	return append(binary.AppendUvarint(append(b, field<<3|2), uint64(len(v))), v...)
+}
