@@ -20,6 +20,8 @@ import (
 	"errors"
 	"fmt"
 	"time"
+
+	"harness-s/model/chat"
 )
 
 // Split names a disjoint part of an environment's tasks.
@@ -76,9 +78,9 @@ type Invalid struct {
 // OpenOptions are the limits of one attempt; zero values mean the
 // environment's defaults.
 type OpenOptions struct {
-	AttemptID                   string // globally unique; every external name derives from it
-	MaxSteps                    int    // environment-side ceiling on Step calls; the same for base and auxiliaries
-	StepTimeout, EpisodeTimeout time.Duration
+	AttemptID                   string        // globally unique; every external name derives from it
+	MaxSteps                    int           // environment-side ceiling on Step calls; the same for base and auxiliaries
+	StepTimeout, EpisodeTimeout time.Duration // the episode's own deadline reaches Step through its context
 	Seed                        uint64
 	Unsealed                    Unsealed // required for a test task
 }
@@ -116,8 +118,9 @@ type ToolSpec struct {
 	Parameters  json.RawMessage // JSON schema of the argument object
 }
 
-// JSON is the OpenAI-style tool object: {"type": "function", "function": {...}}.
-func (t ToolSpec) JSON() json.RawMessage {
+// Chat is the tool as the chat renderer takes it: the OpenAI-style object
+// {"type": "function", "function": {...}}.
+func (t ToolSpec) Chat() chat.Tool {
 	type fn struct {
 		Name        string          `json:"name"`
 		Description string          `json:"description"`
@@ -132,9 +135,9 @@ func (t ToolSpec) JSON() json.RawMessage {
 		Function fn     `json:"function"`
 	}{"function", fn{t.Name, t.Description, params}})
 	if err != nil {
-		return json.RawMessage(`null`) // only a Parameters value that is not JSON gets here
+		b = []byte(`null`) // only a Parameters value that is not JSON gets here
 	}
-	return b
+	return chat.Tool{JSON: b}
 }
 
 // Action is one thing a policy asks the environment to do.
@@ -143,6 +146,27 @@ type Action struct {
 	Args json.RawMessage // argument object, keys in the order written
 	Code string          // for environments that run code
 	Raw  string          // the policy's text, for messages
+}
+
+// CallAction is the action of one parsed tool call; the argument object keeps
+// the order in which the policy wrote it. raw is the policy's text.
+func CallAction(c chat.Call, raw string) Action {
+	args := []byte{'{'}
+	for i, a := range c.Args {
+		if i > 0 {
+			args = append(args, ',')
+		}
+		key, err := json.Marshal(a.Key)
+		if err != nil {
+			key = []byte(`""`) // a Go string always marshals
+		}
+		args = append(append(args, key...), ':')
+		if len(a.Value) == 0 {
+			args = append(args, "null"...)
+		}
+		args = append(args, a.Value...)
+	}
+	return Action{Tool: c.Name, Args: append(args, '}'), Raw: raw}
 }
 
 // StepKind classifies an observation.
@@ -279,6 +303,8 @@ var (
 	ErrDone = errors.New("attempt is already done")
 	// ErrUnknownTask refuses a TaskRef the environment does not have.
 	ErrUnknownTask = errors.New("unknown task")
+	// ErrTaskInvalid refuses to open a task whose data is broken: outcome TaskInvalid.
+	ErrTaskInvalid = errors.New("task is invalid")
 )
 
 // InfraError is a fault the policy cannot cause: a dead server, a lost
