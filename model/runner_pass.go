@@ -1,0 +1,321 @@
+package model
+
+import (
+	"fmt"
+	"unsafe"
+
+	"harness-s/kernels"
+)
+
+// passIndex are the device addresses of the int32 arrays of one pass.
+type passIndex struct {
+	ids, seq, pos, table, slots kernels.Ptr // all rows; table [pieces, maxPages]; slots of decode rows
+	sel, selSeq, selPos         kernels.Ptr // rows that sample
+	forest                      kernels.ForestArgs
+	rows, decode, sampled       int64
+	maxPages                    int64
+}
+
+// pass runs one batch of pieces through the model: decode rows first (recurrent step kernels), then appends of several tokens (chunked kernels
+// over a forest whose roots continue the sequences' states). The last layer computes K, V and states for all rows and the rest only
+// for rows that sample.
+func (r *Runner) pass(work []Work, batch []piece, out []Sampled) error {
+	x, err := r.upload(batch)
+	if err != nil {
+		return err
+	}
+	a, c, st := &r.a, r.m.Config, r.st
+	st.Embed(&kernels.EmbedArgs{DType: r.dt, T: x.rows, D: int64(c.Hidden), V: int64(c.VocabSize), IDs: x.ids, W: r.w.embed, Y: a.x})
+	for i := range r.w.layers {
+		last := i == len(r.w.layers)-1
+		if c.LayerTypes[i] == FullAttention {
+			r.attention(i, x, last)
+		} else {
+			r.deltaNet(i, x, last)
+		}
+		rows, h := x.rows, a.x
+		if last {
+			rows, h = x.sampled, a.xs
+		}
+		if rows > 0 {
+			r.mlp(&r.w.layers[i], rows, h)
+		}
+	}
+	if x.sampled > 0 {
+		r.sample(work, batch, x)
+	}
+	if err := st.Sync(); err != nil {
+		return fmt.Errorf("sampler pass of %d rows: %w", x.rows, err)
+	}
+	if x.sampled > 0 {
+		r.collect(batch, x, out)
+	}
+	for _, p := range batch {
+		r.cache.seqs[p.seq].len += len(p.ids)
+	}
+	return st.Err()
+}
+
+// upload lays out and uploads the index arrays of a pass.
+func (r *Runner) upload(batch []piece) (*passIndex, error) {
+	x := &passIndex{}
+	var segs []kernels.Segment
+	var slots []int32
+	for _, p := range batch {
+		x.rows += int64(len(p.ids))
+		x.maxPages = max(x.maxPages, int64(r.cache.pagesFor(p.pos+len(p.ids))))
+		if p.decode {
+			x.decode++
+		} else {
+			segs = append(segs, kernels.Segment{Len: int32(len(p.ids)), Parent: -1, Pos: int32(p.pos)})
+			slots = append(slots, int32(p.seq))
+		}
+		if p.sample {
+			x.sampled++
+		}
+	}
+	var f *kernels.Forest
+	var forestBytes int64
+	if len(segs) > 0 {
+		var err error
+		if f, err = kernels.NewForest(segs, slots); err != nil {
+			return nil, fmt.Errorf("sampler pass: %w", err)
+		}
+		forestBytes = f.DeviceBytes()
+	}
+	t, n := int(x.rows), int(x.sampled)
+	total := 3*t + len(batch)*int(x.maxPages) + int(x.decode) + 3*n
+	if err := r.needIndex(int64(total)*4 + 64 + forestBytes); err != nil {
+		return nil, err
+	}
+	r.ints = append(r.ints[:0], make([]int32, total)...)
+	ids, seq, pos := r.ints[:t], r.ints[t:2*t], r.ints[2*t:3*t]
+	table := r.ints[3*t : 3*t+len(batch)*int(x.maxPages)]
+	dslots := r.ints[3*t+len(table) : 3*t+len(table)+int(x.decode)]
+	sel := r.ints[3*t+len(table)+len(dslots):]
+	row, picked := 0, 0
+	for b, p := range batch {
+		copy(table[b*int(x.maxPages):], r.cache.seqs[p.seq].pages[:r.cache.pagesFor(p.pos+len(p.ids))])
+		if p.decode {
+			dslots[row] = int32(p.seq)
+		}
+		for j, id := range p.ids {
+			ids[row], seq[row], pos[row] = id, int32(b), int32(p.pos+j)
+			row++
+		}
+		if p.sample {
+			sel[picked], sel[n+picked], sel[2*n+picked] = int32(row-1), int32(b), pos[row-1]
+			picked++
+		}
+	}
+	r.st.UploadI32(r.ibuf.Ptr(), r.ints)
+	at := func(i int) kernels.Ptr { return r.ibuf.At(int64(i) * 4) }
+	x.ids, x.seq, x.pos, x.table = at(0), at(t), at(2*t), at(3*t)
+	x.slots = at(3*t + len(table))
+	x.sel = at(3*t + len(table) + len(dslots))
+	x.selSeq, x.selPos = at(3*t+len(table)+len(dslots)+n), at(3*t+len(table)+len(dslots)+2*n)
+	if f != nil {
+		x.forest = f.Upload(r.st, r.ibuf.At((int64(total)*4+63)/64*64))
+	}
+	return x, nil
+}
+
+func (r *Runner) needIndex(bytes int64) error {
+	if r.ibuf != nil && r.ibuf.Bytes() >= bytes {
+		return nil
+	}
+	if r.ibuf != nil {
+		r.ibuf.Free()
+	}
+	var err error
+	r.ibuf, err = r.m.Dev.Alloc(bytes*2, "sampler indices")
+	return err
+}
+
+// scratch returns a workspace for the op; it grows to the largest seen and stays.
+func (r *Runner) scratch(op kernels.Op, args unsafe.Pointer) (kernels.Ptr, int64) {
+	need := r.m.Dev.Workspace(op, args)
+	if need <= 0 {
+		return 0, 0
+	}
+	if r.ws == nil || r.ws.Bytes() < need {
+		if r.ws != nil {
+			r.ws.Free()
+		}
+		b, err := r.m.Dev.Alloc(need*3/2, "sampler workspace")
+		if err != nil {
+			r.ws = nil
+			r.st.Fail(fmt.Errorf("allocate %d bytes of sampler workspace: %w", need, err))
+			return 0, 0
+		}
+		r.ws = b
+	}
+	return r.ws.Ptr(), r.ws.Bytes()
+}
+
+// linear is y[m, n] = x[m, k] W[n, k]^T, added to y with accumulate.
+func (r *Runner) linear(y, x, w kernels.Ptr, m int64, k, n int, accumulate bool) {
+	if m == 0 {
+		return
+	}
+	g := kernels.GemmArgs{DType: r.dt, Flags: kernels.TransB, M: m, N: int64(n), K: int64(k), A: x, LDA: int64(k), B: w, LDB: int64(k), C: y, LDC: int64(n)}
+	if accumulate {
+		g.Flags |= kernels.Beta1
+	}
+	g.WS, g.WSBytes = r.scratch(kernels.OpGemm, unsafe.Pointer(&g))
+	r.st.Gemm(&g)
+}
+
+func (r *Runner) norm(y, x, w kernels.Ptr, rows int64) {
+	r.st.RMSNorm(&kernels.RMSNormArgs{DType: r.dt, T: rows, D: int64(r.m.Config.Hidden), Eps: r.m.Config.RMSEps, X: x, W: w, Y: y})
+}
+
+func (r *Runner) pick(dst, src kernels.Ptr, width int, x *passIndex) {
+	r.st.Gather(&kernels.GatherArgs{DType: r.dt, N: x.sampled, D: int64(width), T: x.rows, Row: x.sel, Src: src, Dst: dst})
+}
+
+func (r *Runner) off(p kernels.Ptr, rows int64, width int) kernels.Ptr {
+	return p + kernels.Ptr(rows*int64(width)*int64(r.dt.Size()))
+}
+
+// deltaNet is a linear-attention mixer (model.md 3.4) with its residual: h += out_proj(gated_norm(delta_rule(...))).
+func (r *Runner) deltaNet(layer int, x *passIndex, last bool) {
+	a, c, w, l, st := &r.a, r.m.Config, &r.w.layers[layer], &r.cache.layers[layer], r.st
+	nk, dk, nv, dv := int64(c.LinKeyHeads), int64(c.LinKeyDim), int64(c.LinValueHeads), int64(c.LinValueDim)
+	ch, vd, qk, d := c.ConvChannels(), c.LinValueHeads*c.LinValueDim, c.LinKeyHeads*c.LinKeyDim, c.Hidden
+	r.norm(a.n, a.x, w.norm1, x.rows)
+	r.linear(a.p, a.n, w.qkv, x.rows, d, ch, false)
+	r.linear(a.b, a.n, w.b, x.rows, d, c.LinValueHeads, false)
+	r.linear(a.a, a.n, w.a, x.rows, d, c.LinValueHeads, false)
+	if n := x.decode; n > 0 {
+		st.ConvGateStep(&kernels.ConvGateStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Eps: l2Eps, Slot: x.slots, P: a.p, A: a.a, B_: a.b,
+			W: w.conv, ALog: w.aLog, DTBias: w.dtBias, Q: a.q, K: a.k, V: a.v, Beta: a.beta, G: a.g, ConvState: l.conv})
+		st.GDNStep(&kernels.GDNStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Slot: x.slots, Q: a.q, K: a.k, V: a.v, Beta: a.beta, G: a.g, O: a.o, RecState: l.rec})
+	}
+	if n := x.rows - x.decode; n > 0 {
+		s := x.decode
+		q, k, v, beta, g := r.off(a.q, s, qk), r.off(a.k, s, qk), r.off(a.v, s, vd), r.off(a.beta, s, c.LinValueHeads), r.off(a.g, s, c.LinValueHeads)
+		cg := kernels.ConvGateArgs{DType: r.dt, T: n, NK: nk, DK: dk, NV: nv, DV: dv, Eps: l2Eps, F: x.forest,
+			P: r.off(a.p, s, ch), A: r.off(a.a, s, c.LinValueHeads), B: r.off(a.b, s, c.LinValueHeads), W: w.conv, ALog: w.aLog, DTBias: w.dtBias,
+			Q: q, K: k, V: v, Beta: beta, G: g, ConvState: l.conv}
+		cg.WS, cg.WSBytes = r.scratch(kernels.OpConvGate, unsafe.Pointer(&cg))
+		st.ConvGate(&cg)
+		gd := kernels.GDNArgs{DType: r.dt, T: n, NK: nk, DK: dk, NV: nv, DV: dv, F: x.forest, Q: q, K: k, V: v, Beta: beta, G: g, O: r.off(a.o, s, vd), RecState: l.rec}
+		gd.WS, gd.WSBytes = r.scratch(kernels.OpGDN, unsafe.Pointer(&gd))
+		st.GDN(&gd)
+	}
+	rows, n, o, h := x.rows, a.n, a.o, a.x
+	if last {
+		if x.sampled == 0 {
+			return
+		}
+		rows, n, h = x.sampled, a.ns, a.xs
+		r.pick(n, a.n, d, x)
+		r.pick(h, a.x, d, x)
+		r.pick(a.v, a.o, vd, x) // v is spent
+		o = a.v
+	}
+	r.linear(a.z, n, w.z, rows, d, vd, false)
+	st.GatedNorm(&kernels.GatedNormArgs{DType: r.dt, T: rows, NV: nv, DV: dv, Eps: c.RMSEps, O: o, Z: a.z, W: w.gnorm, Y: a.y})
+	r.linear(h, a.y, w.out, rows, vd, d, true)
+}
+
+// attention is a full-attention mixer (model.md 3.9) with its residual, over the paged cache.
+func (r *Runner) attention(layer int, x *passIndex, last bool) {
+	a, c, w, l, st := &r.a, r.m.Config, &r.w.layers[layer], &r.cache.layers[layer], r.st
+	nh, nkv, hd, d := int64(c.NumHeads), int64(c.NumKVHeads), int64(c.HeadDim), c.Hidden
+	aq, akv := c.NumHeads*c.HeadDim, c.NumKVHeads*c.HeadDim
+	prep := func(rows int64, pos kernels.Ptr, nh, nkv int64) {
+		p := kernels.AttnPrepArgs{DType: r.dt, T: rows, NH: nh, NKV: nkv, HD: hd, Rot: int64(c.RotaryDim), Theta: c.RopeTheta, Eps: c.RMSEps, RopePos: pos}
+		if nh > 0 {
+			p.QG, p.WQ, p.Q = a.qg, w.qNorm, a.aq
+		}
+		if nkv > 0 {
+			p.KIn, p.WK, p.K = a.kin, w.kNorm, a.ak
+		}
+		p.WS, p.WSBytes = r.scratch(kernels.OpAttnPrep, unsafe.Pointer(&p))
+		st.AttnPrep(&p)
+	}
+	r.norm(a.n, a.x, w.norm1, x.rows)
+	r.linear(a.kin, a.n, w.k, x.rows, d, akv, false)
+	r.linear(a.av, a.n, w.v, x.rows, d, akv, false)
+	rows, n, h, seq, pos := x.rows, a.n, a.x, x.seq, x.pos
+	if last {
+		rows, n, h, seq, pos = x.sampled, a.ns, a.xs, x.selSeq, x.selPos
+		if rows > 0 {
+			r.pick(n, a.n, d, x)
+			r.pick(h, a.x, d, x)
+		}
+	}
+	prep(x.rows, x.pos, 0, nkv)
+	st.KVWrite(&kernels.KVWriteArgs{DType: r.dt, T: x.rows, NKV: nkv, HD: hd, PageSize: int64(r.opt.PageSize), MaxPages: x.maxPages,
+		Seq: x.seq, Pos: x.pos, BlockTable: x.table, K: a.ak, V: a.av, KCache: l.k, VCache: l.v})
+	if rows == 0 {
+		return
+	}
+	r.linear(a.qg, n, w.q, rows, d, 2*aq, false)
+	prep(rows, pos, nh, 0)
+	ap := kernels.AttnPagedArgs{DType: r.dt, T: rows, NH: nh, NKV: nkv, HD: hd, PageSize: int64(r.opt.PageSize), MaxPages: x.maxPages,
+		Seq: seq, Pos: pos, BlockTable: x.table, Q: a.aq, KCache: l.k, VCache: l.v, O: a.ao}
+	ap.WS, ap.WSBytes = r.scratch(kernels.OpAttnPaged, unsafe.Pointer(&ap))
+	st.AttnPaged(&ap)
+	st.Gate(&kernels.GateArgs{DType: r.dt, T: rows, NH: nh, HD: hd, O: a.ao, QG: a.qg, Y: a.y})
+	r.linear(h, a.y, w.out, rows, aq, d, true)
+}
+
+// mlp is h += down(silu(gate(n)) * up(n)), n = norm2(h) (model.md 3.10).
+func (r *Runner) mlp(w *layerWeights, rows int64, h kernels.Ptr) {
+	a, c := &r.a, r.m.Config
+	r.norm(a.n, h, w.norm2, rows)
+	r.linear(a.gate, a.n, w.gate, rows, c.Hidden, c.Intermediate, false)
+	r.linear(a.up, a.n, w.up, rows, c.Hidden, c.Intermediate, false)
+	r.st.SwiGLU(&kernels.SwiGLUArgs{DType: r.dt, N: rows * int64(c.Intermediate), Gate: a.gate, Up: a.up, H: a.gate})
+	r.linear(h, a.gate, w.down, rows, c.Intermediate, c.Hidden, true)
+}
+
+// sample computes logits of the selected rows and draws their tokens.
+func (r *Runner) sample(work []Work, batch []piece, x *passIndex) {
+	a, c := &r.a, r.m.Config
+	r.norm(a.ns, a.xs, r.w.norm, x.sampled)
+	r.linear(a.logits, a.ns, r.w.head, x.sampled, c.Hidden, c.VocabSize, false)
+	r.rows = r.rows[:0]
+	for _, p := range batch {
+		if p.sample {
+			w := &work[p.work]
+			topP := w.Sampling.TopP
+			if topP == 0 {
+				topP = 1
+			}
+			r.rows = append(r.rows, kernels.SampleRow{KeyLo: w.Key.Lo, KeyHi: w.Key.Hi, Ctr: w.Ctr,
+				Temperature: w.Sampling.Temperature, TopP: topP, MinP: w.Sampling.MinP, TopK: int32(w.Sampling.TopK)})
+		}
+	}
+	r.st.UploadSampleRows(r.rbuf.Ptr(), r.rows)
+	tok, lp, ent := r.results(x.sampled)
+	s := kernels.SampleArgs{DType: r.dt, B: x.sampled, V: int64(c.VocabSize), VocabValid: r.valid, Logits: a.logits,
+		Rows: r.rbuf.Ptr(), Token: tok, LogP: lp, Entropy: ent}
+	s.WS, s.WSBytes = r.scratch(kernels.OpSample, unsafe.Pointer(&s))
+	r.st.Sample(&s)
+}
+
+// results are the addresses of log-probs, entropies and tokens behind the sample rows.
+func (r *Runner) results(n int64) (tok, lp, ent kernels.Ptr) {
+	base, elem := int64(r.opt.MaxSeqs)*kernels.SampleRowBytes, int64(r.dt.Size())
+	return r.rbuf.At(base + 2*n*elem), r.rbuf.At(base), r.rbuf.At(base + n*elem)
+}
+
+func (r *Runner) collect(batch []piece, x *passIndex, out []Sampled) {
+	n := int(x.sampled)
+	tok, lp, ent := r.results(x.sampled)
+	tokens, vals := make([]int32, n), make([]float32, 2*n)
+	r.st.DownloadI32(tokens, tok)
+	r.st.DownloadReal(vals[:n], lp, r.dt)
+	r.st.DownloadReal(vals[n:], ent, r.dt)
+	i := 0
+	for _, p := range batch {
+		if p.sample {
+			out[p.work] = Sampled{Token: tokens[i], LogProb: vals[i], Entropy: vals[n+i]}
+			i++
+		}
+	}
+}
