@@ -1,14 +1,3 @@
-// Package trainer is the method: it collects groups of attempts, rescues those
-// that failed under the original harness, turns verdicts into advantages and
-// per-token coefficients, and steps the optimiser. It is the only package that
-// sees both the model and the environments.
-//
-// It must never know which operation computes a log-prob (that is package
-// model), what a tool call means (package env) or how a ranking is made
-// (package router), and nothing outside this package may open the test split.
-//
-// Start at Config for what can be asked for, Run for the step loop, and grpo.go
-// for the objective, which is pure functions on numbers.
 package trainer
 
 import "time"
