@@ -1,0 +1,441 @@
+package model
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"unsafe"
+
+	"harness-s/kernels"
+)
+
+// Segment is a run of rows of a packed forest (gpu.md 7.5).
+type Segment = kernels.Segment
+
+// Batch is a packed forest of token rows with the targets to score. Segments lie one after the other in IDs; a segment continues its parent's
+// last row. Target i asks for the log-prob of Targets[i] after row Rows[i]; Rows ascend and may repeat (the last row of a shared prompt has
+// one target per continuation).
+type Batch struct {
+	IDs           []int32
+	Segments      []Segment
+	Rows, Targets []int32
+}
+
+// Output has one entry per target: natural log-prob of the target at the exec's temperature, and the entropy of the row in nats.
+type Output struct{ LogProb, Entropy []float32 }
+
+// ExecOptions size an Exec. MaxTargets 0 means MaxRows. Temperature 0 means 1. Recompute keeps layer inputs only and runs each layer forward
+// again before its backward. Entropy says that Backward may get entropy gradients.
+type ExecOptions struct {
+	Temperature         float64
+	MaxRows, MaxTargets int
+	Recompute           bool
+	Entropy             bool
+}
+
+// Exec runs the compiled program of a model. It is not safe for concurrent use. A model without gradients can only run Forward and Logits.
+type Exec struct {
+	m      *Model
+	opt    ExecOptions
+	prog   *Program
+	stream *kernels.Stream
+	held   heldBuffers
+	ports  [numPorts]kernels.Ptr
+	logits *record // final norm times head, over all rows
+
+	headBwd *kernels.LMHeadBwdArgs
+	forest  kernels.ForestArgs
+	pos     []int32
+	real    []byte
+	targets int  // of the last Forward
+	ready   bool // Backward may run
+}
+
+type heldBuffers struct{ arena, io, forest, ws, norms *kernels.Buffer }
+
+// NewExec compiles the graph of m's configuration for batches of up to o.MaxRows rows and allocates its memory.
+func NewExec(m *Model, o ExecOptions) (*Exec, error) {
+	if o.MaxRows < 1 {
+		return nil, fmt.Errorf("make exec: max rows %d, want at least 1", o.MaxRows)
+	}
+	if o.MaxTargets == 0 {
+		o.MaxTargets = o.MaxRows
+	}
+	if o.Temperature == 0 {
+		o.Temperature = 1
+	}
+	if o.MaxTargets < 0 || o.Temperature < 0 {
+		return nil, fmt.Errorf("make exec: max targets %d, temperature %g, want positive values", o.MaxTargets, o.Temperature)
+	}
+	mode := Score
+	if m.Params.Has(Grads) {
+		mode = Train
+	}
+	gr, err := build(m.Config, mode, graphOptions{temperature: o.Temperature})
+	if err != nil {
+		return nil, err
+	}
+	prog, err := Compile(gr, PlanOptions{DType: m.Params.DType, Recompute: o.Recompute && mode == Train})
+	if err != nil {
+		return nil, err
+	}
+	e := &Exec{m: m, opt: o, prog: prog, stream: m.Dev.NewStream()}
+	for _, r := range prog.records {
+		if r.op == kernels.OpLMHeadBwd {
+			e.headBwd = (*kernels.LMHeadBwdArgs)(r.args)
+		}
+	}
+	if err := e.allocatePorts(); err != nil {
+		e.Close()
+		return nil, err
+	}
+	if err := e.place(int64((o.MaxRows+gdnChunk-1)/gdnChunk + 64)); err != nil {
+		e.Close()
+		return nil, err
+	}
+	return e, nil
+}
+
+// Program is the compiled program, for inspection.
+func (e *Exec) Program() *Program { return e.prog }
+
+// Close frees the exec's memory; the model stays.
+func (e *Exec) Close() {
+	for _, b := range []**kernels.Buffer{&e.held.arena, &e.held.io, &e.held.forest, &e.held.ws, &e.held.norms} {
+		if *b != nil {
+			(*b).Free()
+			*b = nil
+		}
+	}
+	e.ready = false
+}
+
+// PeakBytes is what the exec holds on the device: activations, workspace, batch and forest.
+func (e *Exec) PeakBytes() int64 {
+	var n int64
+	for _, b := range []*kernels.Buffer{e.held.arena, e.held.io, e.held.forest, e.held.ws, e.held.norms} {
+		if b != nil {
+			n += b.Bytes()
+		}
+	}
+	return n
+}
+
+// grow makes *b at least n bytes.
+func (e *Exec) grow(b **kernels.Buffer, n int64, label string) error {
+	if *b != nil && (*b).Bytes() >= n {
+		return nil
+	}
+	if *b != nil {
+		(*b).Free()
+		*b = nil
+	}
+	nb, err := e.m.Dev.Alloc(max(n, align), label)
+	if err != nil {
+		return &Error{Op: fmt.Sprintf("allocate %s (%d MiB)", label, n>>20), Err: err, Hint: "lower the rows per micro-batch, or turn recompute on"}
+	}
+	*b = nb
+	return nil
+}
+
+func (e *Exec) allocatePorts() error {
+	elem := int64(e.m.Params.DType.Size())
+	rows, tgts := alignUp(4*int64(e.opt.MaxRows)), alignUp(4*int64(e.opt.MaxTargets))
+	real := alignUp(elem * int64(e.opt.MaxTargets))
+	sizes := [numPorts]int64{rows, rows, tgts, tgts, real, real}
+	var total int64
+	for _, n := range sizes {
+		total += n
+	}
+	if err := e.grow(&e.held.io, total, "batch"); err != nil {
+		return err
+	}
+	at := int64(0)
+	for p, n := range sizes {
+		e.ports[p] = e.held.io.At(at)
+		at += n
+	}
+	return e.grow(&e.held.norms, 8*int64(len(e.m.Params.Entries())), "gradient norms")
+}
+
+// place lays the arena out for at most the given number of states and binds every pointer.
+func (e *Exec) place(states int64) error {
+	e.prog.Place(Shapes{Rows: int64(e.opt.MaxRows), Targets: int64(e.opt.MaxTargets), States: states})
+	if err := e.grow(&e.held.arena, e.prog.arenaBytes, "activations"); err != nil {
+		return err
+	}
+	at := func(v valueID) kernels.Ptr { return e.address(v) }
+	for _, r := range e.prog.records {
+		for _, f := range r.ptrs {
+			*f.at = at(f.v)
+		}
+	}
+	return nil
+}
+
+func (e *Exec) address(v valueID) kernels.Ptr {
+	x := &e.prog.values[v]
+	switch x.region {
+	case inPort:
+		return e.ports[x.slot]
+	case inWeight:
+		return e.m.Params.Ptr(Weights, e.prog.gr.Params[x.slot].Name)
+	case inGrad:
+		return e.m.Params.Ptr(Grads, e.prog.gr.Params[x.slot].Name)
+	}
+	return e.held.arena.At(e.prog.buffers[x.buf].offset)
+}
+
+// prepare validates and uploads a batch and sets every record's sizes, forest and workspace.
+func (e *Exec) prepare(b *Batch) error {
+	f, err := e.check(b)
+	if err != nil {
+		return err
+	}
+	sh := shapesOf(f, b)
+	if sh.States > e.prog.bucket.States {
+		if err := e.place(min(max(sh.States, 2*e.prog.bucket.States), 2*int64(e.opt.MaxRows))); err != nil {
+			return err
+		}
+	}
+	if err := e.grow(&e.held.forest, f.DeviceBytes(), "forest"); err != nil {
+		return err
+	}
+	e.forest = f.Upload(e.stream, e.held.forest.Ptr())
+	e.pos = positions(e.pos[:0], f)
+	e.stream.UploadI32(e.ports[portIDs], b.IDs)
+	e.stream.UploadI32(e.ports[portPos], e.pos)
+	e.stream.UploadI32(e.ports[portRows], b.Rows)
+	e.stream.UploadI32(e.ports[portTargets], b.Targets)
+	return e.bind(sh)
+}
+
+func (e *Exec) bind(sh Shapes) error {
+	var ws int64
+	for _, r := range e.prog.records {
+		r.bind(sh, &e.forest)
+		if r.ws != nil {
+			ws = max(ws, e.m.Dev.Workspace(r.op, r.args))
+		}
+	}
+	if err := e.grow(&e.held.ws, ws, "workspace"); err != nil {
+		return err
+	}
+	for _, r := range e.prog.records {
+		if r.ws != nil {
+			*r.ws, *r.wsBytes = e.held.ws.Ptr(), e.held.ws.Bytes()
+		}
+	}
+	return nil
+}
+
+// shapesOf gives the program's sizes for a batch.
+func shapesOf(f *kernels.Forest, b *Batch) Shapes {
+	return Shapes{Rows: int64(len(b.IDs)), Targets: int64(len(b.Rows)), States: int64(f.NumChunks) + int64(f.NumSeg)}
+}
+
+// positions appends each row's absolute position.
+func positions(dst []int32, f *kernels.Forest) []int32 {
+	for s := range f.Start {
+		for i := range f.Len[s] {
+			dst = append(dst, f.Pos[s]+i)
+		}
+	}
+	return dst
+}
+
+// maxListed bounds how many problems of one kind an error lists.
+const maxListed = 8
+
+// check reports every problem of a batch at once.
+func (e *Exec) check(b *Batch) (*kernels.Forest, error) {
+	var bad []error
+	add := func(format string, a ...any) {
+		if len(bad) < maxListed {
+			bad = append(bad, fmt.Errorf(format, a...))
+		}
+	}
+	hint := ""
+	if len(b.IDs) > e.opt.MaxRows {
+		add("%d rows, at most %d fit", len(b.IDs), e.opt.MaxRows)
+		hint = "split the batch, or make the exec with more MaxRows"
+	}
+	if len(b.Rows) > e.opt.MaxTargets {
+		add("%d targets, at most %d fit", len(b.Rows), e.opt.MaxTargets)
+		hint = "split the batch, or make the exec with more MaxTargets"
+	}
+	if len(b.Rows) != len(b.Targets) {
+		add("%d target rows, %d target ids", len(b.Rows), len(b.Targets))
+	}
+	if len(b.Rows) == 0 {
+		add("no targets")
+	}
+	vocab := int32(e.m.Config.VocabSize)
+	for i, id := range b.IDs {
+		if id < 0 || id >= vocab {
+			add("token id %d at row %d, vocabulary has %d", id, i, vocab)
+		}
+	}
+	for i, r := range b.Rows {
+		if r < 0 || int(r) >= len(b.IDs) {
+			add("row %d of target %d, batch has %d rows", r, i, len(b.IDs))
+		}
+		if i > 0 && r < b.Rows[i-1] {
+			add("row %d of target %d after row %d: rows must ascend", r, i, b.Rows[i-1])
+		}
+	}
+	for i, t := range b.Targets {
+		if t < 0 || t >= vocab {
+			add("target id %d of target %d, vocabulary has %d", t, i, vocab)
+		}
+	}
+	var total int64
+	for _, s := range b.Segments {
+		total += int64(s.Len)
+	}
+	if total != int64(len(b.IDs)) {
+		add("segments cover %d rows, batch has %d", total, len(b.IDs))
+	}
+	f, err := kernels.NewForest(b.Segments, nil)
+	if err != nil {
+		bad = append(bad, err)
+	}
+	if len(bad) > 0 {
+		return nil, &Error{Op: "check batch", Err: errors.Join(bad...), Hint: hint}
+	}
+	return f, nil
+}
+
+func (e *Exec) run(rs []*record) {
+	for _, r := range rs {
+		if r.op == opFill {
+			a := (*fillArgs)(r.args)
+			e.stream.Fill(a.dst, a.bytes, 0)
+			continue
+		}
+		e.stream.Run(r.op, r.args)
+	}
+}
+
+// Forward computes log-prob and entropy of every target and keeps what Backward needs.
+func (e *Exec) Forward(b *Batch) (*Output, error) {
+	if err := e.forward(b); err != nil {
+		return nil, err
+	}
+	out := &Output{LogProb: make([]float32, len(b.Rows)), Entropy: make([]float32, len(b.Rows))}
+	e.downloadReal(out.LogProb, e.address(e.prog.logp))
+	e.downloadReal(out.Entropy, e.address(e.prog.ent))
+	if err := e.stream.Sync(); err != nil {
+		return nil, fmt.Errorf("run forward: %w", err)
+	}
+	e.targets, e.ready = len(b.Rows), true
+	return out, nil
+}
+
+func (e *Exec) forward(b *Batch) error {
+	e.ready = false
+	if err := e.prepare(b); err != nil {
+		return err
+	}
+	e.run(e.prog.records[:e.prog.numForward])
+	return nil
+}
+
+// Backward adds the gradient of sum(dLogP*logp + dEnt*entropy) of the last Forward to the parameter gradients. dEnt may be nil. It can run once
+// per Forward: activations are overwritten on the way.
+func (e *Exec) Backward(dLogP, dEnt []float32) error {
+	switch {
+	case e.prog.gr.Mode != Train:
+		return &Error{Op: "run backward", Err: errors.New("model has no gradients"), Hint: "load the model with LoadOptions.Train"}
+	case !e.ready:
+		return errors.New("run backward: no forward pass to differentiate")
+	case len(dLogP) != e.targets:
+		return fmt.Errorf("run backward: %d log-prob gradients for %d targets", len(dLogP), e.targets)
+	case dEnt != nil && len(dEnt) != e.targets:
+		return fmt.Errorf("run backward: %d entropy gradients for %d targets", len(dEnt), e.targets)
+	case dEnt != nil && !e.opt.Entropy:
+		return errors.New("run backward: entropy gradients given to an exec made without Entropy")
+	}
+	e.ready = false
+	e.uploadReal(e.ports[portDLogP], dLogP)
+	e.headBwd.DEnt = 0
+	if dEnt != nil {
+		e.uploadReal(e.ports[portDEnt], dEnt)
+		e.headBwd.DEnt = e.ports[portDEnt]
+	}
+	e.run(e.prog.records[e.prog.numForward:])
+	if err := e.stream.Sync(); err != nil {
+		return fmt.Errorf("run backward: %w", err)
+	}
+	return nil
+}
+
+// Logits are the raw logits [T, V] of every row of a batch, before the temperature. For diagnostics: nothing else stores a batch's logits. The
+// batch needs no targets.
+func (e *Exec) Logits(b *Batch) ([]float32, error) {
+	c := *b
+	if len(c.Rows) == 0 {
+		c.Rows, c.Targets = []int32{0}, []int32{0}
+	}
+	if err := e.forward(&c); err != nil {
+		return nil, err
+	}
+	t, v, d := int64(len(c.IDs)), int64(e.m.Config.VocabSize), int64(e.m.Config.Hidden)
+	buf, err := e.m.Dev.Alloc(t*v*int64(e.m.Params.DType.Size()), "logits")
+	if err != nil {
+		return nil, fmt.Errorf("allocate logits of %d rows: %w", t, err)
+	}
+	defer buf.Free()
+	head := "lm_head.weight"
+	if e.m.Config.TieEmbeddings {
+		head = "model.embed_tokens.weight"
+	}
+	a := &kernels.GemmArgs{
+		DType: e.m.Params.DType, Flags: kernels.TransB, M: t, N: v, K: d,
+		A: e.address(e.prog.finalNorm), LDA: d, B: e.m.Params.Ptr(Weights, head), LDB: d, C: buf.Ptr(), LDC: v,
+	}
+	if err := e.grow(&e.held.ws, e.m.Dev.Workspace(kernels.OpGemm, unsafe.Pointer(a)), "workspace"); err != nil {
+		return nil, err
+	}
+	a.WS, a.WSBytes = e.held.ws.Ptr(), e.held.ws.Bytes()
+	e.stream.Run(kernels.OpGemm, unsafe.Pointer(a))
+	out := make([]float32, t*v)
+	e.downloadReal(out, buf.Ptr())
+	if err := e.stream.Sync(); err != nil {
+		return nil, fmt.Errorf("run logits: %w", err)
+	}
+	return out, nil
+}
+
+func bytesOf[T any](v []T) []byte {
+	if len(v) == 0 {
+		return nil
+	}
+	return unsafe.Slice((*byte)(unsafe.Pointer(&v[0])), len(v)*int(unsafe.Sizeof(v[0])))
+}
+
+// uploadReal converts to the program's dtype.
+func (e *Exec) uploadReal(dst kernels.Ptr, src []float32) {
+	if e.m.Params.DType == kernels.F32 {
+		e.stream.Upload(dst, bytesOf(src))
+		return
+	}
+	e.real = e.real[:0]
+	for _, x := range src {
+		e.real = binary.NativeEndian.AppendUint64(e.real, math.Float64bits(float64(x)))
+	}
+	e.stream.Upload(dst, e.real)
+}
+
+func (e *Exec) downloadReal(dst []float32, src kernels.Ptr) {
+	if e.m.Params.DType == kernels.F32 {
+		e.stream.Download(bytesOf(dst), src)
+		return
+	}
+	wide := make([]float64, len(dst))
+	e.stream.Download(bytesOf(wide), src)
+	for i, x := range wide {
+		dst[i] = float32(x)
+	}
+}

@@ -1,0 +1,106 @@
+package model
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"unsafe"
+
+	"harness-s/kernels"
+)
+
+// Hyper are the settings of one AdamW step. GradNorm is the norm that GradNorm returned for these gradients; with ClipNorm > 0 gradients are
+// scaled by ClipNorm/GradNorm when the norm is larger.
+type Hyper struct {
+	LR, Beta1, Beta2, Eps, Decay float64
+	ClipNorm, GradNorm           float64
+}
+
+var errNoGradients = &Error{Op: "use gradients", Err: errors.New("model has no gradients"), Hint: "load the model with LoadOptions.Train"}
+
+// ZeroGrad clears the gradients.
+func (e *Exec) ZeroGrad() error {
+	p := e.m.Params
+	if !p.Has(Grads) {
+		return errNoGradients
+	}
+	e.stream.Fill(p.Base(Grads), p.Elems()*int64(p.DType.Size()), 0)
+	if err := e.stream.Sync(); err != nil {
+		return fmt.Errorf("clear gradients: %w", err)
+	}
+	return nil
+}
+
+// GradNorm is the Euclidean norm of all gradients: squares summed in float64 per parameter, parameters added in table order.
+func (e *Exec) GradNorm() (float64, error) {
+	p := e.m.Params
+	if !p.Has(Grads) {
+		return 0, errNoGradients
+	}
+	entries := p.Entries()
+	a := &kernels.SumSqArgs{DType: p.DType}
+	for i, t := range entries {
+		a.N, a.X, a.Out = t.Len, p.Ptr(Grads, t.Name), e.held.norms.At(8*int64(i))
+		if err := e.grow(&e.held.ws, e.m.Dev.Workspace(kernels.OpSumSq, unsafe.Pointer(a)), "workspace"); err != nil {
+			return 0, err
+		}
+		a.WS, a.WSBytes = e.held.ws.Ptr(), e.held.ws.Bytes()
+		e.stream.Run(kernels.OpSumSq, unsafe.Pointer(a))
+	}
+	sums := make([]float64, len(entries))
+	e.stream.Download(bytesOf(sums), e.held.norms.Ptr())
+	if err := e.stream.Sync(); err != nil {
+		return 0, fmt.Errorf("compute gradient norm: %w", err)
+	}
+	var total float64
+	for _, s := range sums {
+		total += s
+	}
+	return math.Sqrt(total), nil
+}
+
+// Step applies AdamW with decoupled decay to every parameter. Only matrices (embedding, projections) decay: norms, gates and conv taps do not.
+// It counts the step in Params.OptStep and Params.Version.
+func (e *Exec) Step(h Hyper) error {
+	p := e.m.Params
+	if !p.Has(MomentM) || !p.Has(MomentV) {
+		return errNoGradients
+	}
+	if math.IsNaN(h.GradNorm) || math.IsInf(h.GradNorm, 0) {
+		return fmt.Errorf("step optimiser: gradient norm %g is not finite", h.GradNorm)
+	}
+	scale := 1.0
+	if h.ClipNorm > 0 && h.GradNorm > h.ClipNorm {
+		scale = h.ClipNorm / h.GradNorm
+	}
+	elem := kernels.Ptr(p.DType.Size())
+	entries := p.Entries()
+	for i := 0; i < len(entries); {
+		j := i + 1
+		for j < len(entries) && decays(entries[j]) == decays(entries[i]) {
+			j++
+		}
+		from, to := entries[i].Offset, p.Elems()
+		if j < len(entries) {
+			to = entries[j].Offset
+		}
+		off := kernels.Ptr(from) * elem
+		a := kernels.AdamWArgs{
+			DType: p.DType, N: to - from, Step: p.OptStep + 1, LR: h.LR, Beta1: h.Beta1, Beta2: h.Beta2, Eps: h.Eps, GradScale: scale,
+			W: p.Base(Weights) + off, M: p.Base(MomentM) + off, V: p.Base(MomentV) + off, Grad: p.Base(Grads) + off,
+		}
+		if decays(entries[i]) {
+			a.Decay = h.Decay
+		}
+		e.stream.AdamW(&a)
+		i = j
+	}
+	if err := e.stream.Sync(); err != nil {
+		return fmt.Errorf("step optimiser: %w", err)
+	}
+	p.OptStep++
+	p.Version++
+	return nil
+}
+
+func decays(t Entry) bool { return len(t.Shape) == 2 }
