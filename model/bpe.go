@@ -1,0 +1,147 @@
+package model
+
+import "math"
+
+// noRank marks a pair that does not merge.
+const noRank = int32(math.MaxInt32)
+
+// smallPiece is the longest piece, in bytes, that is merged by scanning; longer ones use a heap.
+const smallPiece = 48
+
+// bpe appends the ids of one piece: the adjacent pair with the lowest rank is merged first, the leftmost on ties (model.md 5.2, step 5).
+func (t *Tokenizer) bpe(ids []int32, s string) []int32 {
+	if t.whole {
+		if id, ok := t.ids[s]; ok {
+			return append(ids, id)
+		}
+	}
+	if len(s) > smallPiece {
+		return t.bpeLong(ids, s)
+	}
+	var symBuf, rankBuf [smallPiece]int32
+	sym, rank := symBuf[:len(s)], rankBuf[:len(s)]
+	for i := range len(s) {
+		sym[i] = t.byteID[s[i]]
+	}
+	for i := range sym {
+		rank[i] = t.rankAt(sym, i)
+	}
+	for {
+		best, at := noRank, -1
+		for i, r := range rank {
+			if r < best {
+				best, at = r, i
+			}
+		}
+		if at < 0 {
+			return append(ids, sym...)
+		}
+		sym[at] = t.merges[pairKey(sym[at], sym[at+1])].id
+		sym = append(sym[:at+1], sym[at+2:]...)
+		rank = append(rank[:at+1], rank[at+2:]...)
+		rank[at] = t.rankAt(sym, at)
+		if at > 0 {
+			rank[at-1] = t.rankAt(sym, at-1)
+		}
+	}
+}
+
+func (t *Tokenizer) rankAt(sym []int32, i int) int32 {
+	if i+1 >= len(sym) {
+		return noRank
+	}
+	return t.rankOf(sym[i], sym[i+1])
+}
+
+func (t *Tokenizer) rankOf(l, r int32) int32 {
+	if m, ok := t.merges[pairKey(l, r)]; ok {
+		return m.rank
+	}
+	return noRank
+}
+
+// bpeLong is bpe in O(n log n): symbols in a linked list, candidate merges in a heap ordered by rank, then position. rank[i] is the
+// current rank of the pair that starts at i, so a heap entry with another rank is stale.
+func (t *Tokenizer) bpeLong(ids []int32, s string) []int32 {
+	n := int32(len(s))
+	sym, next, prev, rank := make([]int32, n), make([]int32, n), make([]int32, n), make([]int32, n)
+	for i := range n {
+		sym[i] = t.byteID[s[i]]
+		next[i], prev[i], rank[i] = i+1, i-1, noRank
+	}
+	h := make(mergeHeap, 0, n)
+	update := func(i int32) {
+		rank[i] = noRank
+		if j := next[i]; j < n {
+			if rank[i] = t.rankOf(sym[i], sym[j]); rank[i] != noRank {
+				h.push(uint64(uint32(rank[i]))<<32 | uint64(uint32(i)))
+			}
+		}
+	}
+	for i := range n {
+		update(i)
+	}
+	for len(h) > 0 {
+		top := h.pop()
+		i := int32(uint32(top))
+		if rank[i] != int32(top>>32) {
+			continue
+		}
+		j := next[i]
+		sym[i] = t.merges[pairKey(sym[i], sym[j])].id
+		rank[j] = noRank
+		next[i] = next[j]
+		if next[i] < n {
+			prev[next[i]] = i
+		}
+		update(i)
+		if prev[i] >= 0 {
+			update(prev[i])
+		}
+	}
+	for i := int32(0); i < n; i = next[i] {
+		ids = append(ids, sym[i])
+	}
+	return ids
+}
+
+// mergeHeap is a binary min-heap of rank << 32 | position.
+type mergeHeap []uint64
+
+func (h *mergeHeap) push(v uint64) {
+	*h = append(*h, v)
+	a := *h
+	i := len(a) - 1
+	for i > 0 && a[(i-1)/2] > v {
+		a[i] = a[(i-1)/2]
+		i = (i - 1) / 2
+	}
+	a[i] = v
+}
+
+func (h *mergeHeap) pop() uint64 {
+	a := *h
+	top, last := a[0], a[len(a)-1]
+	a = a[:len(a)-1]
+	*h = a
+	if len(a) == 0 {
+		return top
+	}
+	i := 0
+	for {
+		c := 2*i + 1
+		if c >= len(a) {
+			break
+		}
+		if c+1 < len(a) && a[c+1] < a[c] {
+			c++
+		}
+		if a[c] >= last {
+			break
+		}
+		a[i] = a[c]
+		i = c
+	}
+	a[i] = last
+	return top
+}

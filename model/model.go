@@ -1,0 +1,175 @@
+package model
+
+import (
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"io/fs"
+	"math"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"harness-s/kernels"
+)
+
+// Model is a configuration, its parameters on a device, and the tokenizer that came with it.
+type Model struct {
+	Config *Config
+	Params *Params
+	Dev    *kernels.Device
+	Tok    *Tokenizer        // nil when the directory has none
+	Files  map[string][]byte // tokenizer and template files of the directory, written again by Save
+}
+
+// LoadOptions say how parameters are held. DType is kernels.F32 (the default) or kernels.F64. Train allocates gradients and moments.
+// SkipFiniteCheck accepts NaN and infinite weights.
+type LoadOptions struct {
+	DType           kernels.DType
+	Train           bool
+	SkipFiniteCheck bool
+}
+
+// sideFiles are the files of a checkpoint directory that Save carries over.
+func sideFiles() []string {
+	return []string{"tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
+		"chat_template.jinja", "generation_config.json"}
+}
+
+// Load reads a Hugging Face Qwen3.5 directory: config.json, safetensors weights, and tokenizer.json when there is one.
+func Load(dir string, dev *kernels.Device, o LoadOptions) (*Model, error) {
+	return load(os.DirFS(dir), dir, dev, o, func() (*Checkpoint, error) { return OpenCheckpoint(dir) })
+}
+
+// LoadFS is Load from a file system, such as the one of TinyFS.
+func LoadFS(fsys fs.FS, dev *kernels.Device, o LoadOptions) (*Model, error) {
+	return load(fsys, "checkpoint", dev, o, func() (*Checkpoint, error) { return OpenCheckpointFS(fsys) })
+}
+
+func load(fsys fs.FS, origin string, dev *kernels.Device, o LoadOptions, open func() (*Checkpoint, error)) (_ *Model, err error) {
+	b, err := fs.ReadFile(fsys, configFile)
+	if err != nil {
+		return nil, &Error{Op: "load " + origin, Err: err, Hint: "give the directory of a Hugging Face Qwen3.5 checkpoint (config.json, *.safetensors)"}
+	}
+	cfg, err := ParseConfig(b)
+	if err != nil {
+		return nil, &Error{Op: "load " + origin, Err: err, Hint: "only dense Qwen3.5 text models are supported"}
+	}
+	m := &Model{Config: cfg, Dev: dev, Files: map[string][]byte{}}
+	for _, name := range sideFiles() {
+		b, err := fs.ReadFile(fsys, name)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("load %s: %w", origin, err)
+		}
+		m.Files[name] = b
+	}
+	if b, ok := m.Files[tokenizerFile]; ok {
+		if m.Tok, err = parseTokenizer(b, m.Files[tokenizerConfigFile]); err != nil {
+			return nil, fmt.Errorf("load %s: %w", origin, err)
+		}
+		if n := m.Tok.VocabSize(); n > cfg.VocabSize {
+			return nil, fmt.Errorf("load %s: tokenizer has %d tokens, config.json vocab_size is %d", origin, n, cfg.VocabSize)
+		}
+	}
+	c, err := open()
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, c.Close()) }()
+	if err := c.Check(cfg); err != nil {
+		return nil, err
+	}
+	if m.Params, err = newParams(cfg, dev, o.DType, o.Train); err != nil {
+		return nil, err
+	}
+	if err := m.Params.load(c, !o.SkipFiniteCheck); err != nil {
+		m.Close()
+		return nil, err
+	}
+	return m, nil
+}
+
+// NewRandom makes a model with random weights as the reference initialises them: matrices, embedding and convolution normal with
+// deviation InitRange, zero-centred norms 0, gated norm and dt_bias 1, A_log = log(uniform(0, 16)). Each tensor has its own stream of
+// random numbers keyed by seed and name, so values do not depend on the order of tensors.
+func NewRandom(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*Model, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	p, err := newParams(cfg, dev, o.DType, o.Train)
+	if err != nil {
+		return nil, err
+	}
+	m := &Model{Config: cfg, Params: p, Dev: dev, Files: map[string][]byte{}}
+	std := cfg.InitRange
+	if std == 0 {
+		std = 0.02
+	}
+	for _, e := range p.entries {
+		if err := p.WriteF32(Weights, e.Name, initial(e, seed, std)); err != nil {
+			m.Close()
+			return nil, err
+		}
+	}
+	return m, nil
+}
+
+func initial(e Entry, seed uint64, std float64) []float32 {
+	h := fnv.New64a()
+	h.Write([]byte(e.Name))
+	rng := rand.New(rand.NewPCG(seed, h.Sum64()))
+	v := make([]float32, e.Len)
+	switch {
+	case strings.HasSuffix(e.Name, "linear_attn.A_log"):
+		for i := range v {
+			v[i] = float32(math.Log(16 * (1 - rng.Float64()))) // in (0, 16]
+		}
+	case strings.HasSuffix(e.Name, "linear_attn.dt_bias"), strings.HasSuffix(e.Name, "linear_attn.norm.weight"):
+		for i := range v {
+			v[i] = 1
+		}
+	case len(e.Shape) == 1: // zero-centred norms
+	default:
+		for i := range v {
+			v[i] = float32(std * rng.NormFloat64())
+		}
+	}
+	return v
+}
+
+// Save writes a Hugging Face directory: a flat text-only config.json, float32 model.safetensors with text-only names, and the
+// tokenizer and template files that were loaded. See WriteCheckpoint for what is atomic.
+func (m *Model) Save(dir string) error {
+	files := map[string][]byte{configFile: m.Config.JSON()}
+	for name, b := range m.Files {
+		files[filepath.Base(name)] = b
+	}
+	if m.Tok != nil {
+		files[tokenizerFile] = m.Tok.JSON()
+	}
+	var ts []source
+	for _, e := range m.Params.entries {
+		ts = append(ts, source{e.Name, "F32", e.Shape, 4 * e.Len, func() ([]byte, error) {
+			v, err := m.Params.ReadF32(Weights, e.Name)
+			if err != nil {
+				return nil, err
+			}
+			return (&Params{DType: kernels.F32}).encode(v), nil
+		}})
+	}
+	return writeCheckpoint(dir, files, ts, 0)
+}
+
+// WeightsSHA256 returns the hexadecimal SHA-256 of the weights in table order, in the dtype they are held in.
+func (m *Model) WeightsSHA256() (string, error) { return m.Params.sha256(Weights) }
+
+// Close frees the parameters.
+func (m *Model) Close() {
+	if m.Params != nil {
+		m.Params.free()
+	}
+}

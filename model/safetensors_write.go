@@ -1,0 +1,272 @@
+package model
+
+import (
+	"bufio"
+	"encoding/binary"
+	"encoding/json"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// Names of the files of a checkpoint directory.
+const (
+	configFile  = "config.json"
+	weightsFile = "model.safetensors"
+	indexFile   = "model.safetensors.index.json"
+)
+
+// source is a tensor to write; data produces its bytes when its turn comes, so that a whole model never lies twice in host memory.
+type source struct {
+	name, dtype string
+	shape       []int
+	bytes       int64
+	data        func() ([]byte, error)
+}
+
+func sources(ts []NamedTensor) []source {
+	out := make([]source, len(ts))
+	for i, t := range ts {
+		out[i] = source{t.Name, t.DType, t.Shape, int64(len(t.Data)), func() ([]byte, error) { return t.Data, nil }}
+	}
+	return out
+}
+
+// WriteSafetensors writes one file atomically: a temporary file in the same directory, fsync, rename, fsync of the directory.
+func WriteSafetensors(path string, ts []NamedTensor, meta map[string]string) error {
+	return writeSafetensors(path, sources(ts), meta)
+}
+
+func writeSafetensors(path string, ts []source, meta map[string]string) error {
+	head, err := encodeHeader(ts, meta)
+	if err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	return writeAtomic(path, func(w io.Writer) error {
+		if _, err := w.Write(head); err != nil {
+			return err
+		}
+		for _, t := range ts {
+			b, err := t.data()
+			if err != nil {
+				return fmt.Errorf("tensor %q: %w", t.name, err)
+			}
+			if int64(len(b)) != t.bytes {
+				return fmt.Errorf("tensor %q: %d bytes, header says %d", t.name, len(b), t.bytes)
+			}
+			if _, err := w.Write(b); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// encodeHeader returns the length word and the JSON header, padded with spaces so that the data start at a multiple of 8.
+func encodeHeader(ts []source, meta map[string]string) ([]byte, error) {
+	var b strings.Builder
+	b.WriteByte('{')
+	comma := func() {
+		if b.Len() > 1 {
+			b.WriteByte(',')
+		}
+	}
+	if meta != nil {
+		m, err := json.Marshal(meta)
+		if err != nil {
+			return nil, err
+		}
+		fmt.Fprintf(&b, `"__metadata__":%s`, m)
+	}
+	seen := map[string]bool{}
+	at := int64(0)
+	for _, t := range ts {
+		if seen[t.name] || t.name == "__metadata__" {
+			return nil, fmt.Errorf("tensor name %q is used twice or reserved", t.name)
+		}
+		seen[t.name] = true
+		if size := dtypeBytes(t.dtype); size == 0 || int64(size)*elems(t.shape) != t.bytes {
+			return nil, fmt.Errorf("tensor %q: %s %v does not hold %d bytes", t.name, t.dtype, t.shape, t.bytes)
+		}
+		name, err := json.Marshal(t.name)
+		if err != nil {
+			return nil, err
+		}
+		shape, err := json.Marshal(append([]int{}, t.shape...))
+		if err != nil {
+			return nil, err
+		}
+		comma()
+		fmt.Fprintf(&b, `%s:{"dtype":%q,"shape":%s,"data_offsets":[%d,%d]}`, name, t.dtype, shape, at, at+t.bytes)
+		at += t.bytes
+	}
+	b.WriteByte('}')
+	for b.Len()%8 != 0 {
+		b.WriteByte(' ')
+	}
+	head := binary.LittleEndian.AppendUint64(nil, uint64(b.Len()))
+	return append(head, b.String()...), nil
+}
+
+// writeAtomic writes a file so that path holds either the old or the complete new content.
+func writeAtomic(path string, fill func(io.Writer) error) (err error) {
+	dir := filepath.Dir(path)
+	f, err := os.CreateTemp(dir, "."+filepath.Base(path)+".*.tmp")
+	if err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	defer func() {
+		if err != nil {
+			f.Close()
+			os.Remove(f.Name())
+			err = fmt.Errorf("write %s: %w", path, err)
+		}
+	}()
+	w := bufio.NewWriterSize(f, 1<<20)
+	if err := fill(w); err != nil {
+		return err
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	if err := f.Chmod(0o644); err != nil {
+		return err
+	}
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	if err := f.Close(); err != nil {
+		return err
+	}
+	if err := os.Rename(f.Name(), path); err != nil {
+		return err
+	}
+	return syncDir(dir)
+}
+
+// syncDir makes a rename durable.
+func syncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	err = d.Sync()
+	if cerr := d.Close(); err == nil {
+		err = cerr
+	}
+	return err
+}
+
+// WriteCheckpoint writes config.json and model.safetensors to dir. A new dir appears complete or not at all; in an existing dir each
+// file is replaced atomically, the weights last.
+func WriteCheckpoint(dir string, cfgJSON []byte, tensors []NamedTensor) error {
+	return writeCheckpoint(dir, map[string][]byte{configFile: cfgJSON}, sources(tensors), 0)
+}
+
+// WriteCheckpointSharded is WriteCheckpoint with several weight files of at most maxShardBytes of tensor data each (a larger single
+// tensor gets its own file) and model.safetensors.index.json.
+func WriteCheckpointSharded(dir string, cfgJSON []byte, tensors []NamedTensor, maxShardBytes int64) error {
+	if maxShardBytes < 1 {
+		return fmt.Errorf("write checkpoint: shard limit %d, want >= 1 byte", maxShardBytes)
+	}
+	return writeCheckpoint(dir, map[string][]byte{configFile: cfgJSON}, sources(tensors), maxShardBytes)
+}
+
+func writeCheckpoint(dir string, files map[string][]byte, ts []source, maxShard int64) (err error) {
+	dir = filepath.Clean(dir)
+	target := dir
+	if _, serr := os.Stat(dir); os.IsNotExist(serr) {
+		if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
+			return fmt.Errorf("write checkpoint: %w", err)
+		}
+		if target, err = os.MkdirTemp(filepath.Dir(dir), "."+filepath.Base(dir)+".*.tmp"); err != nil {
+			return fmt.Errorf("write checkpoint: %w", err)
+		}
+		defer func() {
+			if err != nil {
+				os.RemoveAll(target)
+			}
+		}()
+		if err := os.Chmod(target, 0o755); err != nil {
+			return fmt.Errorf("write checkpoint: %w", err)
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		if err := writeAtomic(filepath.Join(target, name), func(w io.Writer) error {
+			_, err := w.Write(files[name])
+			return err
+		}); err != nil {
+			return err
+		}
+	}
+	if err := writeShards(target, ts, maxShard); err != nil {
+		return err
+	}
+	if target == dir {
+		return nil
+	}
+	if err := os.Rename(target, dir); err != nil {
+		return fmt.Errorf("write checkpoint: %w", err)
+	}
+	if err := syncDir(filepath.Dir(dir)); err != nil {
+		return fmt.Errorf("write checkpoint: %w", err)
+	}
+	return nil
+}
+
+// writeShards writes the weight files; maxShard 0 means one file. The form that is not written is removed last, so that a reader of an
+// existing directory never finds two sets of weights.
+func writeShards(dir string, ts []source, maxShard int64) error {
+	meta := map[string]string{"format": "pt"}
+	if maxShard == 0 {
+		if err := writeSafetensors(filepath.Join(dir, weightsFile), ts, meta); err != nil {
+			return err
+		}
+		return removeIfThere(filepath.Join(dir, indexFile))
+	}
+	var shards [][]source
+	var size, total int64
+	for _, t := range ts {
+		if len(shards) == 0 || size > 0 && size+t.bytes > maxShard {
+			shards, size = append(shards, nil), 0
+		}
+		shards[len(shards)-1] = append(shards[len(shards)-1], t)
+		size += t.bytes
+		total += t.bytes
+	}
+	index := struct {
+		Metadata  map[string]int64  `json:"metadata"`
+		WeightMap map[string]string `json:"weight_map"`
+	}{map[string]int64{"total_size": total}, map[string]string{}}
+	for i, shard := range shards {
+		name := fmt.Sprintf("model-%05d-of-%05d.safetensors", i+1, len(shards))
+		if err := writeSafetensors(filepath.Join(dir, name), shard, meta); err != nil {
+			return err
+		}
+		for _, t := range shard {
+			index.WeightMap[t.name] = name
+		}
+	}
+	b, err := json.MarshalIndent(index, "", "  ")
+	if err != nil {
+		return fmt.Errorf("write %s: %w", indexFile, err)
+	}
+	if err := writeAtomic(filepath.Join(dir, indexFile), func(w io.Writer) error {
+		_, err := w.Write(append(b, '\n'))
+		return err
+	}); err != nil {
+		return err
+	}
+	return removeIfThere(filepath.Join(dir, weightsFile))
+}
+
+func removeIfThere(path string) error {
+	if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
+		return fmt.Errorf("remove %s: %w", path, err)
+	}
+	return nil
+}
