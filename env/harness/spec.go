@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -328,3 +329,24 @@ func Diff(from, to *Spec) []string {
 
 // Diff is the package function Diff with s as the result.
 func (s *Spec) Diff(parent *Spec) []string { return Diff(parent, s) }
+
+// SystemText is the whole system message: sections, then tool documentation
+// when tools are presented as text, then the demonstrations named by the spec.
+func (s *Spec) SystemText(demos map[string]string) string {
+	var parts []string
+	if t := s.System(); t != "" {
+		parts = append(parts, t)
+	}
+	if s.tools == "text" {
+		names := slices.Sorted(maps.Keys(s.rules.toolDocs))
+		for _, name := range names {
+			parts = append(parts, name+": "+strings.Join(s.rules.toolDocs[name], " "))
+		}
+	}
+	for _, id := range s.rules.demos {
+		if d := demos[id]; d != "" {
+			parts = append(parts, "Example:\n"+d)
+		}
+	}
+	return strings.Join(parts, "\n")
+}
