@@ -9,6 +9,8 @@ import (
 	"math"
 	"slices"
 	"sort"
+	"sync/atomic"
+	"time"
 
 	"harness-s/env/harness"
 	"harness-s/model"
@@ -57,7 +59,11 @@ type SchedStats struct {
 	PrefillTokens int // fed rows that sampled nothing, and first rows of turns
 	SharedTokens  int // prompt tokens not computed because a sequence was forked
 	Preempted     int
-	MaxLive       int // sequences of sessions at once
+	MaxLive       int           // sequences of sessions at once
+	PagesUsed     int           // at the peak
+	Pages         int           // of the runner
+	Busy          time.Duration // inside the runner
+	Idle          time.Duration // no request pending
 }
 
 // Scheduler is the only way to get tokens. It batches every session's pending
@@ -73,6 +79,8 @@ type Scheduler struct {
 	r  Sampler
 	o  SchedOptions
 	in chan func() // executed by Run between steps
+
+	beats atomic.Int64
 
 	// Owned by Run.
 	active   []*Session // with a pending request, in submission order
@@ -160,7 +168,10 @@ func (t *Session) Generate(ctx context.Context, req harness.Request) (harness.Co
 	case r := <-t.reply:
 		return r.c, r.err
 	case <-ctx.Done():
-		if err := t.s.do(context.WithoutCancel(ctx), func() { t.s.drop(t) }); err != nil {
+		// A hung engine must not hold the attempt too.
+		late, cancel := context.WithTimeout(context.WithoutCancel(ctx), graceAfterDeadline)
+		defer cancel()
+		if err := t.s.do(late, func() { t.s.drop(t) }); err != nil {
 			return aborted, err
 		}
 		select { // the turn may have ended in between; its result is not wanted
@@ -173,7 +184,9 @@ func (t *Session) Generate(ctx context.Context, req harness.Request) (harness.Co
 
 // Close gives the sequence back. It may be called more than once.
 func (t *Session) Close() {
-	_ = t.s.do(context.Background(), func() { t.s.drop(t); t.closed = true }) // fails only after Run ended, when nothing is held
+	ctx, cancel := context.WithTimeout(context.Background(), graceAfterDeadline)
+	defer cancel()
+	_ = t.s.do(ctx, func() { t.s.drop(t); t.closed = true }) // fails only when Run ended or hangs: nothing is left to give back
 }
 
 // do runs f in Run's goroutine and waits until it is accepted.
@@ -195,24 +208,32 @@ func (s *Scheduler) failure() error {
 	return &EngineError{Err: errors.New("scheduler is closed")}
 }
 
-// Boundary ends the use of the current weights: it fails with ErrBusy when a
-// session still holds or asks for tokens, else drops everything computed
-// (pitfalls.md row 18).
-func (s *Scheduler) Boundary(ctx context.Context) error {
+// Exclusive runs f in the goroutine that owns the device, with nothing in flight:
+// it fails with ErrBusy when a session still holds or asks for tokens. Everything
+// computed is dropped before f and must not be used after it, because f may change
+// the weights (pitfalls.md row 18).
+func (s *Scheduler) Exclusive(ctx context.Context, f func() error) error {
 	res := make(chan error, 1)
 	err := s.do(ctx, func() {
 		if n := len(s.active) + len(s.idle); n > 0 {
-			res <- fmt.Errorf("change weights: %d sequences: %w", n, ErrBusy)
+			res <- fmt.Errorf("use the device alone: %d sequences: %w", n, ErrBusy)
 			return
 		}
 		s.prefixes = nil
-		res <- s.r.Reset()
+		if err := s.r.Reset(); err != nil {
+			res <- err
+			return
+		}
+		res <- f()
 	})
 	if err != nil {
 		return err
 	}
 	return <-res
 }
+
+// Beats counts finished steps; it may be called from any goroutine.
+func (s *Scheduler) Beats() int64 { return s.beats.Load() }
 
 // Stats returns and clears the counters.
 func (s *Scheduler) Stats(ctx context.Context) (SchedStats, error) {
@@ -235,12 +256,14 @@ func (s *Scheduler) Run(ctx context.Context) error {
 	}()
 	for {
 		if len(s.active) == 0 {
+			start := time.Now()
 			select {
 			case f := <-s.in:
 				f()
 			case <-ctx.Done():
 				return nil
 			}
+			s.stats.Idle += time.Since(start)
 		}
 		for more := true; more; {
 			select {
@@ -380,15 +403,19 @@ func (s *Scheduler) step(ctx context.Context) error {
 	if len(p.work) == 0 {
 		return fmt.Errorf("schedule: %d requests and none can run with %d of %d pages free", len(s.active), p.pages, s.total)
 	}
+	start := time.Now()
 	res, err := s.r.Step(ctx, p.work)
 	if err != nil {
 		return err
 	}
+	s.stats.Busy += time.Since(start)
 	if len(res) != len(p.work) {
 		return fmt.Errorf("schedule: runner answered %d of %d rows", len(res), len(p.work))
 	}
+	s.beats.Add(1)
 	s.stats.Steps++
 	s.stats.MaxLive = max(s.stats.MaxLive, len(s.active)+len(s.idle))
+	s.stats.PagesUsed, s.stats.Pages = max(s.stats.PagesUsed, s.total-s.r.FreePages()), s.total
 	for i, o := range p.owner {
 		switch o := o.(type) {
 		case *prefix:
