@@ -9,6 +9,7 @@ import (
 	"maps"
 	"slices"
 	"sort"
+	"strings"
 	"sync"
 
 	"harness-s/env"
@@ -91,7 +92,7 @@ func (e *Evidence) Record(r Row) error {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	at, ok := slices.BinarySearchFunc(e.work, r.TaskID, func(x entry, id string) int { return cmp(x.Task, id) })
+	at, ok := slices.BinarySearchFunc(e.work, r.TaskID, func(x entry, id string) int { return strings.Compare(x.Task, id) })
 	if !ok {
 		e.work = slices.Insert(e.work, at, entry{Task: r.TaskID, Split: r.Split, Group: r.Group, Text: r.TaskText})
 	}
@@ -99,7 +100,7 @@ func (e *Evidence) Record(r Row) error {
 	if t.Split != r.Split || t.Text != r.TaskText {
 		return fmt.Errorf("record outcome of %s: split or text differs from the recorded one", r.TaskID)
 	}
-	i, ok := slices.BinarySearchFunc(t.Cells, r.HarnessID, func(c cell, id string) int { return cmp(c.Harness, id) })
+	i, ok := slices.BinarySearchFunc(t.Cells, r.HarnessID, func(c cell, id string) int { return strings.Compare(c.Harness, id) })
 	if !ok {
 		t.Cells = slices.Insert(t.Cells, i, cell{Harness: r.HarnessID})
 	}
@@ -117,16 +118,6 @@ func (e *Evidence) Record(r Row) error {
 	}
 	e.dirty = true
 	return nil
-}
-
-func cmp(a, b string) int {
-	switch {
-	case a < b:
-		return -1
-	case a > b:
-		return 1
-	}
-	return 0
 }
 
 // Decay multiplies every count of the next version, so that new rows weigh more
@@ -316,7 +307,7 @@ func ParseView(b []byte) (*View, error) {
 
 // Counts returns successes and valid attempts of a harness on a task, after decay.
 func (v *View) Counts(task, harnessID string) (success, valid float64) {
-	at, ok := slices.BinarySearchFunc(v.s.Table, task, func(x entry, id string) int { return cmp(x.Task, id) })
+	at, ok := slices.BinarySearchFunc(v.s.Table, task, func(x entry, id string) int { return strings.Compare(x.Task, id) })
 	if !ok {
 		return 0, 0
 	}
@@ -326,7 +317,7 @@ func (v *View) Counts(task, harnessID string) (success, valid float64) {
 
 // cell returns the counts of a harness, zero when it was not run.
 func (t *entry) cell(harnessID string) cell {
-	i, ok := slices.BinarySearchFunc(t.Cells, harnessID, func(c cell, id string) int { return cmp(c.Harness, id) })
+	i, ok := slices.BinarySearchFunc(t.Cells, harnessID, func(c cell, id string) int { return strings.Compare(c.Harness, id) })
 	if !ok {
 		return cell{}
 	}

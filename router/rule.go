@@ -143,7 +143,7 @@ func (s *similarity) vector(counts map[string]int) []term {
 		idf := 1 + math.Log(float64(1+len(s.tasks))/float64(1+s.df[k]))
 		v = append(v, term{k, (1 + math.Log(float64(n))) * idf})
 	}
-	slices.SortFunc(v, func(a, b term) int { return cmp(a.key, b.key) })
+	slices.SortFunc(v, func(a, b term) int { return strings.Compare(a.key, b.key) })
 	norm := map[byte]float64{}
 	for _, t := range v {
 		norm[t.key[0]] += t.w * t.w
@@ -171,7 +171,7 @@ func (s *similarity) nearest(q Query, m int) []neighbour {
 func dot(a, b []term) float64 {
 	s := 0.0
 	for i, j := 0, 0; i < len(a) && j < len(b); {
-		switch c := cmp(a[i].key, b[j].key); {
+		switch c := strings.Compare(a[i].key, b[j].key); {
 		case c < 0:
 			i++
 		case c > 0:
