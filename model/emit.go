@@ -95,8 +95,12 @@ type emitter struct {
 	dtype kernels.DType
 }
 
-func newEmitter(gr *Graph, dt kernels.DType) emitter {
-	return emitter{geo: gr.env.geo, temp: gr.env.temp, valid: gr.env.geo.V, dtype: dt}
+// newEmitter makes an emitter for a graph; valid 0 means the whole vocabulary.
+func newEmitter(gr *Graph, dt kernels.DType, valid int64) emitter {
+	if valid == 0 {
+		valid = gr.env.geo.V
+	}
+	return emitter{geo: gr.env.geo, temp: gr.env.temp, valid: valid, dtype: dt}
 }
 
 func (e emitter) copy(src, dst valueID, s spec, label string) *record {
@@ -259,12 +263,16 @@ func (e emitter) pointwise(o *op, in [][]valueID, out []valueID, acc []bool) *re
 	return r
 }
 
+// headChunk is how many rows of logits the head holds at a time: 2 MiB of float32 for a small vocabulary, at least 64 rows for a large one so
+// that the weights are not streamed for a handful of rows.
+func headChunk(vocab int64) int64 { return min(max(8<<20/vocab, 64), 512) }
+
 func (e emitter) head(o *op, in [][]valueID, out []valueID) *record {
 	g := e.geo
 	r := &record{label: o.label}
 	mul := 2.0
 	if o.kind == kLMHead {
-		a := &kernels.LMHeadArgs{DType: e.dtype, D: g.D, V: g.V, VocabValid: e.valid, Temperature: e.temp}
+		a := &kernels.LMHeadArgs{DType: e.dtype, D: g.D, V: g.V, VocabValid: e.valid, Chunk: headChunk(g.V), Temperature: e.temp}
 		r.op, r.args = kernels.OpLMHead, unsafe.Pointer(a)
 		r.rows(&a.T)
 		r.size(&a.N, leadTargets, 1)
@@ -278,7 +286,7 @@ func (e emitter) head(o *op, in [][]valueID, out []valueID) *record {
 		r.scratch(&a.WS, &a.WSBytes)
 	} else {
 		mul = 6
-		a := &kernels.LMHeadBwdArgs{DType: e.dtype, D: g.D, V: g.V, VocabValid: e.valid, Temperature: e.temp}
+		a := &kernels.LMHeadBwdArgs{DType: e.dtype, D: g.D, V: g.V, VocabValid: e.valid, Chunk: headChunk(g.V), Temperature: e.temp}
 		r.op, r.args = kernels.OpLMHeadBwd, unsafe.Pointer(a)
 		r.rows(&a.T)
 		r.size(&a.N, leadTargets, 1)

@@ -76,7 +76,7 @@ func NewExec(m *Model, o ExecOptions) (*Exec, error) {
 	if err != nil {
 		return nil, err
 	}
-	prog, err := Compile(gr, PlanOptions{DType: m.Params.DType, Recompute: o.Recompute && mode == Train})
+	prog, err := Compile(gr, PlanOptions{DType: m.Params.DType, Recompute: o.Recompute && mode == Train, ValidVocab: m.ValidVocab()})
 	if err != nil {
 		return nil, err
 	}
@@ -285,9 +285,10 @@ func (e *Exec) check(b *Batch) (*kernels.Forest, error) {
 			add("row %d of target %d after row %d: rows must ascend", r, i, b.Rows[i-1])
 		}
 	}
+	valid := int32(e.m.ValidVocab())
 	for i, t := range b.Targets {
-		if t < 0 || t >= vocab {
-			add("target id %d of target %d, vocabulary has %d", t, i, vocab)
+		if t < 0 || t >= valid {
+			add("target id %d of target %d, vocabulary has %d", t, i, valid)
 		}
 	}
 	var total int64

@@ -54,8 +54,9 @@ const (
 
 // PlanOptions are the attributes of a plan that the graph does not have.
 type PlanOptions struct {
-	DType     kernels.DType // storage type of every float value: F32 or F64
-	Recompute bool          // keep layer inputs only; run a layer's forward again before its backward
+	DType      kernels.DType // storage type of every float value: F32 or F64
+	Recompute  bool          // keep layer inputs only; run a layer's forward again before its backward
+	ValidVocab int64         // columns of the head that take part in the softmax; 0 means all
 }
 
 // Program is a flat list of kernel calls: records[:numForward] are the forward pass, the rest the backward pass. Sizes are symbolic; Place
@@ -112,7 +113,7 @@ func Compile(gr *Graph, o PlanOptions) (*Program, error) {
 		return nil, fmt.Errorf("plan %s graph: dtype %v, want f32 or f64", gr.Mode, o.DType)
 	}
 	pl := &planner{
-		p: &Program{gr: gr, opt: o}, gr: gr, em: newEmitter(gr, o.DType),
+		p: &Program{gr: gr, opt: o}, gr: gr, em: newEmitter(gr, o.DType, o.ValidVocab),
 		pos: map[*G.Node]int{}, children: map[*G.Node][]*G.Node{}, readers: map[*G.Node][]*G.Node{}, isGrad: map[*G.Node]int{},
 		vals: map[*G.Node][]valueID{}, clones: map[*G.Node][]valueID{}, target: map[outKey]sink{},
 		after: map[int][]func(){}, before: map[int][]func(){}, base: map[*G.Node]*G.Node{}, fresh: map[*G.Node]bool{}, cloned: map[int]bool{},

@@ -192,7 +192,7 @@ func TapeRun(m *Model, b *Batch, dLogP []float32) (logp []float32, grads map[str
 	if err != nil {
 		return nil, nil, fmt.Errorf("run tape: %w", err)
 	}
-	t.em = newEmitter(gr, m.Params.DType)
+	t.em = newEmitter(gr, m.Params.DType, m.ValidVocab())
 	if err := t.bindLeaves(gr, m, b, f, dLogP); err != nil {
 		return nil, nil, fmt.Errorf("run tape: %w", err)
 	}

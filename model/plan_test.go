@@ -1,0 +1,188 @@
+package model
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	"harness-s/kernels"
+)
+
+// TestGraphBuilds fails at start when go.mod loses the raised go4.org/unsafe/assume-no-moving-gc: Gorgonia then panics in its init.
+func TestGraphBuilds(t *testing.T) { must[*Graph](t)(Build(execConfig(), Train)) }
+
+func compile(t testing.TB, cfg *Config, mode Mode, o PlanOptions) *Program {
+	t.Helper()
+	return must[*Program](t)(Compile(must[*Graph](t)(Build(cfg, mode)), o))
+}
+
+func TestProgramText(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		mode Mode
+		opt  PlanOptions
+	}{
+		{"train", Train, PlanOptions{}},
+		{"train_recompute", Train, PlanOptions{Recompute: true}},
+		{"score", Score, PlanOptions{DType: kernels.F64}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p := compile(t, execConfig(), c.mode, c.opt)
+			p.Place(Shapes{Rows: 128, Targets: 32, States: 6})
+			text := p.String()
+			golden(t, "testdata/program_"+c.name+".txt", text, *updateProgram)
+			again := compile(t, execConfig(), c.mode, c.opt)
+			again.Place(Shapes{Rows: 128, Targets: 32, States: 6})
+			if again.String() != text {
+				t.Error("a second compilation gives another text")
+			}
+		})
+	}
+}
+
+// TestProgramHasNoLooseAdds: every join of gradients is fused into its producer, and the residual gradient stays in one buffer.
+func TestProgramHasNoLooseAdds(t *testing.T) {
+	for _, recompute := range []bool{false, true} {
+		p := compile(t, execConfig(), Train, PlanOptions{Recompute: recompute})
+		for i, r := range p.records {
+			if r.op == kernels.OpAdd || i >= p.numForward && r.op == kernels.OpCopy && !r.again {
+				t.Errorf("record %d is %v %s", i, r.op, r.label)
+			}
+		}
+	}
+}
+
+// checkMemory runs a program symbolically on an arena: a write takes the buffer's bytes from every other buffer, a read needs all of them.
+func checkMemory(p *Program) error {
+	type span struct{ from, to int64 }
+	at := func(b int) span {
+		buf := p.buffers[b]
+		return span{buf.offset, buf.offset + buf.spec.elems(p.bucket)*p.elem()}
+	}
+	intact := map[int]bool{}
+	touch := func(i int, r *record) error {
+		for _, v := range r.reads {
+			if b := p.values[v].buf; b >= 0 && !intact[b] {
+				return fmt.Errorf("record %d (%v %s) reads %s after its bytes were overwritten", i, r.op, r.label, p.operand(v))
+			}
+		}
+		for _, v := range r.writes {
+			b := p.values[v].buf
+			if b < 0 {
+				continue
+			}
+			if slices.Contains(r.adds, v) && !intact[b] {
+				return fmt.Errorf("record %d (%v %s) adds to %s, which was overwritten", i, r.op, r.label, p.operand(v))
+			}
+			w := at(b)
+			if w.to > p.arenaBytes {
+				return fmt.Errorf("%s ends at %d, arena has %d bytes", p.operand(v), w.to, p.arenaBytes)
+			}
+			for o := range intact {
+				if s := at(o); o != b && s.from < w.to && w.from < s.to {
+					if slices.ContainsFunc(r.reads, func(v valueID) bool { return p.values[v].buf == o }) {
+						return fmt.Errorf("record %d (%v %s) writes over its own input", i, r.op, r.label)
+					}
+					delete(intact, o)
+				}
+			}
+			intact[b] = true
+		}
+		return nil
+	}
+	for i, r := range p.records {
+		if err := touch(i, r); err != nil {
+			return err
+		}
+		if i == p.numForward-1 {
+			for _, v := range []valueID{p.logp, p.ent, p.finalNorm} {
+				if !intact[p.values[v].buf] {
+					return fmt.Errorf("%s does not survive the forward pass", p.operand(v))
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// TestArenaProperty: no two live buffers overlap, for any layer pattern, option and bucket.
+func TestArenaProperty(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		kinds := rapid.SliceOfN(rapid.SampledFrom([]LayerType{LinearAttention, FullAttention}), 1, 5).Draw(rt, "layers")
+		cfg := execConfig(kinds...)
+		cfg.TieEmbeddings = rapid.Bool().Draw(rt, "tied")
+		mode := rapid.SampledFrom([]Mode{Train, Score}).Draw(rt, "mode")
+		opt := PlanOptions{Recompute: rapid.Bool().Draw(rt, "recompute"), DType: rapid.SampledFrom([]kernels.DType{kernels.F32, kernels.F64}).Draw(rt, "dtype")}
+		gr, err := Build(cfg, mode)
+		if err != nil {
+			rt.Fatal(err)
+		}
+		p, err := Compile(gr, opt)
+		if err != nil {
+			rt.Fatal(err)
+		}
+		rows := rapid.Int64Range(1, 700).Draw(rt, "rows")
+		p.Place(Shapes{Rows: rows, Targets: rapid.Int64Range(1, 700).Draw(rt, "targets"), States: rapid.Int64Range(2, 2*rows+1).Draw(rt, "states")})
+		if err := checkMemory(p); err != nil {
+			rt.Fatal(err)
+		}
+		if p.arenaBytes < p.liveBytes || p.arenaBytes > 2*p.liveBytes {
+			rt.Fatalf("arena %d bytes, most live at once %d", p.arenaBytes, p.liveBytes)
+		}
+	})
+}
+
+func TestRecomputeSavesMemory(t *testing.T) {
+	var kinds []LayerType
+	for range 12 {
+		kinds = append(kinds, LinearAttention)
+	}
+	sh := Shapes{Rows: 1024, Targets: 256, States: 32}
+	keep := compile(t, execConfig(kinds...), Train, PlanOptions{})
+	again := compile(t, execConfig(kinds...), Train, PlanOptions{Recompute: true})
+	keep.Place(sh)
+	again.Place(sh)
+	if again.PeakBytes() > keep.PeakBytes()/3 {
+		t.Errorf("recompute needs %d bytes, keeping everything %d", again.PeakBytes(), keep.PeakBytes())
+	}
+	kf, kb := keep.FLOPs(sh)
+	rf, rb := again.FLOPs(sh)
+	if kf != rf || rb <= kb || rb > kb+kf {
+		t.Errorf("flops %g + %g, with recompute %g + %g", kf, kb, rf, rb)
+	}
+	if want := 2 * float64(sh.Rows) * 40 * 24; kf < want {
+		t.Errorf("forward flops %g, one projection alone takes %g", kf, want)
+	}
+}
+
+func TestBuildRefuses(t *testing.T) {
+	bad := execConfig()
+	bad.ConvKernel = 3
+	if _, err := Build(bad, Train); err == nil {
+		t.Error("conv kernel 3 was accepted")
+	}
+	if _, err := Build(execConfig(), Mode(9)); err == nil {
+		t.Error("mode 9 was accepted")
+	}
+	if _, err := Compile(must[*Graph](t)(Build(execConfig(), Train)), PlanOptions{DType: kernels.BF16}); err == nil {
+		t.Error("bf16 plan was accepted")
+	}
+}
+
+func TestNullDevice(t *testing.T) {
+	d := must[*kernels.Device](t)(kernels.Open("null", kernels.Options{}))
+	m := must[*Model](t)(NewRandom(execConfig(), d, 1, LoadOptions{Train: true}))
+	e := must[*Exec](t)(NewExec(m, ExecOptions{MaxRows: 1 << 20, MaxTargets: 64}))
+	b := tree(1, 61, [2]int32{70, -1}, [2]int32{5, 0})
+	b.Rows, b.Targets = b.Rows[:60], b.Targets[:60]
+	must[*Output](t)(e.Forward(b))
+	check(t, e.Backward(make([]float32, 60), nil))
+	if e.PeakBytes() < 1<<30 {
+		t.Errorf("peak %d bytes for a million rows", e.PeakBytes())
+	}
+	e.Close()
+	m.Close()
+	check(t, d.Close())
+}
