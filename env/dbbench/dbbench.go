@@ -14,7 +14,12 @@ package dbbench
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
 	"time"
 
 	"harness-s/env"
@@ -42,7 +47,7 @@ type Options struct {
 	Train, Val, Test int
 	Split            env.Split // file without weights (default test)
 
-	Families []string // TinyDB: keep these families only (default all)
+	Mix embedded.Mix // TinyDB: weight per task family; nil is the default mix
 
 	Compare     string        // fc (default), v02 or strict
 	MaxSteps    int           // default 15
@@ -50,13 +55,82 @@ type Options struct {
 	MaxChars    int           // observation cap in code points, default 800
 	MemLimit    int64         // embedded: heap growth in bytes at which a query is killed, default 1 GiB
 	Listen      string        // embedded: "127.0.0.1:0" opens a socket for a mysql client; default none
-	Collation   string        // real server: collation of the databases; default the server's for utf8mb4
+	Collation   string        // real server: collation of databases and connections; default the server's for utf8mb4
 
 	Invalid map[string]string // task id -> reason, from a gold replay; left out of every split
 }
 
+// Error is a failure the user can fix.
+type Error struct {
+	Op   string
+	Err  error
+	Hint string
+}
+
+func (e *Error) Error() string { return e.Op + ": " + e.Err.Error() }
+
+// Unwrap gives the cause.
+func (e *Error) Unwrap() error { return e.Err }
+
+// withDefaults fills in zero values and reports every value out of range.
+func (o Options) withDefaults() (Options, error) {
+	def := func(p *int, v int) {
+		if *p == 0 {
+			*p = v
+		}
+	}
+	if o.Source == "" {
+		o.Source = TinyDB
+	}
+	if o.Source == TinyDB && o.Train == 0 && o.Val == 0 && o.Test == 0 {
+		o.Train, o.Val, o.Test = 512, 128, 128
+	}
+	if o.Split == "" {
+		o.Split = env.Test
+	}
+	if o.Compare == "" {
+		o.Compare = CompareFC
+	}
+	def(&o.MaxSteps, 15)
+	def(&o.MaxChars, 800)
+	if o.StepTimeout == 0 {
+		o.StepTimeout = time.Minute
+	}
+	if o.MemLimit == 0 {
+		o.MemLimit = 1 << 30
+	}
+	var errs []error
+	for name, n := range map[string]int{"train": o.Train, "val": o.Val, "test": o.Test} {
+		if n < 0 {
+			errs = append(errs, fmt.Errorf("%s = %d, want >= 0", name, n))
+		}
+	}
+	if !slices.Contains([]string{CompareFC, CompareV02, CompareStrict}, o.Compare) {
+		errs = append(errs, fmt.Errorf("compare = %q, want fc, v02 or strict", o.Compare))
+	}
+	if !slices.Contains([]env.Split{env.Train, env.Val, env.Test}, o.Split) {
+		errs = append(errs, fmt.Errorf("split = %q, want train, val or test", o.Split))
+	}
+	if o.MaxSteps < 1 || o.MaxChars < 1 || o.StepTimeout < 0 || o.MemLimit < 0 {
+		errs = append(errs, fmt.Errorf("max_steps %d, max_chars %d, step timeout %v, memory limit %d: want positive values",
+			o.MaxSteps, o.MaxChars, o.StepTimeout, o.MemLimit))
+	}
+	if strings.Trim(o.Collation, "abcdefghijklmnopqrstuvwxyz0123456789_") != "" {
+		errs = append(errs, fmt.Errorf("collation = %q, want a name such as utf8mb4_0900_ai_ci", o.Collation))
+	}
+	slices.SortFunc(errs, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
+	return o, errors.Join(errs...)
+}
+
 // Env is the DBBench environment. It is safe for concurrent use.
-type Env struct{ o Options }
+type Env struct {
+	o       Options
+	info    env.Info
+	tasks   map[env.Split][]*task
+	byID    map[string]*task
+	backend backend
+	trans   *translator
+}
 
 var (
 	_ env.Env          = (*Env)(nil)
@@ -64,61 +138,233 @@ var (
 )
 
 // New reads or generates the tasks and checks the options, reporting every
-// problem at once.
-func New(o Options) (*Env, error) { return &Env{o}, nil }
+// problem at once. A server given by DSN is dialled by Health and Open, not here.
+func New(o Options) (*Env, error) {
+	o, err := o.withDefaults()
+	if err != nil {
+		return nil, fmt.Errorf("configure dbbench: %w", err)
+	}
+	e := &Env{o: o, trans: newTranslator(embeddedName), backend: embeddedBackend{o.Listen}}
+	e.info = env.Info{Name: "dbbench", Backend: "embedded", Versions: map[string]string{"engine": embedded.Version}, Counts: map[env.Split]int{}}
+	if err := e.load(); err != nil {
+		return nil, err
+	}
+	if o.DSN != "" {
+		real, err := newReal(o.DSN, o.Collation)
+		if err != nil {
+			return nil, &Error{"open server", err, "check the dsn: root@tcp(127.0.0.1:3306)/ or user:password@unix(/path/to/socket)/"}
+		}
+		e.backend = real
+		e.info.Backend = "mysql"
+		e.info.Versions = map[string]string{}
+	}
+	e.info.Label = label(o.Source, o.DSN != "")
+	e.info.Flags = []string{"compare=" + o.Compare}
+	return e, nil
+}
 
-// Info describes the environment: label, back-end, counts, invalid rows.
-func (e *Env) Info() env.Info { return env.Info{} }
+// label is what reports may call the numbers (envs.md 6.1).
+func label(source string, real bool) string {
+	switch {
+	case source == TinyDB && real:
+		return "TinyDB, MySQL server"
+	case source == TinyDB:
+		return "TinyDB"
+	case real:
+		return "DBBench"
+	}
+	return "DBBench rows, embedded engine"
+}
+
+// Info describes the environment: label, back-end, counts, invalid rows. The
+// server's version is known after Health.
+func (e *Env) Info() env.Info {
+	i := e.info
+	i.Counts = maps.Clone(i.Counts)
+	i.Versions = maps.Clone(i.Versions)
+	i.Invalid = slices.Clone(i.Invalid)
+	return i
+}
 
 // Tasks lists the train or val split; test is sealed.
-func (e *Env) Tasks(ctx context.Context, s env.Split) ([]env.TaskRef, error) { return nil, nil }
+func (e *Env) Tasks(_ context.Context, s env.Split) ([]env.TaskRef, error) {
+	switch s {
+	case env.Train, env.Val:
+		return refs(e.tasks[s]), nil
+	case env.Test:
+		return nil, fmt.Errorf("list tasks of dbbench: %w", env.ErrSealed)
+	}
+	return nil, fmt.Errorf("list tasks of dbbench: split %q, want train or val", s)
+}
 
 // TestTasks lists the sealed split.
-func (e *Env) TestTasks(ctx context.Context, u env.Unsealed) ([]env.TaskRef, error) { return nil, nil }
+func (e *Env) TestTasks(_ context.Context, u env.Unsealed) ([]env.TaskRef, error) {
+	if err := u.Check(e.info); err != nil {
+		return nil, err
+	}
+	return refs(e.tasks[env.Test]), nil
+}
+
+func refs(ts []*task) []env.TaskRef {
+	out := make([]env.TaskRef, len(ts))
+	for i, t := range ts {
+		out[i] = t.ref
+		out[i].Tags = maps.Clone(t.ref.Tags)
+	}
+	return out
+}
+
+// find resolves a reference; the split is ours to say, not the caller's.
+func (e *Env) find(t env.TaskRef, u env.Unsealed) (*task, error) {
+	tk, ok := e.byID[t.ID]
+	if !ok {
+		for _, bad := range e.info.Invalid {
+			if bad.ID == t.ID {
+				return nil, fmt.Errorf("open task %s: %w: %s", t.ID, env.ErrTaskInvalid, bad.Reason)
+			}
+		}
+		return nil, fmt.Errorf("open task %q of dbbench: %w", t.ID, env.ErrUnknownTask)
+	}
+	if tk.ref.Split == env.Test {
+		if err := u.Check(e.info); err != nil {
+			return nil, err
+		}
+	}
+	return tk, nil
+}
 
 // Open creates the task's database and returns an attempt at its initial state.
+// A server that cannot be used gives an *env.InfraError; a server that refuses
+// the task's tables gives env.ErrTaskInvalid.
 func (e *Env) Open(ctx context.Context, t env.TaskRef, o env.OpenOptions) (env.Attempt, error) {
-	return nil, errors.New("open attempt: building")
+	tk, err := e.find(t, o.Unsealed)
+	if err != nil {
+		return nil, err
+	}
+	return e.open(ctx, tk, o)
 }
 
-// Health opens and closes one empty database.
-func (e *Env) Health(ctx context.Context) error { return nil }
-
-// Close releases the connection to a real server.
-func (e *Env) Close() error { return nil }
-
-// Demos returns scripted episodes of a generated train task in the given style:
-// good, sloppy or recover.
-func (e *Env) Demos(t env.TaskRef, style string) ([]env.Demo, error) { return nil, nil }
-
-// Question is the text of the task a router may index: description and
-// table information, no gold. Test tasks need the unsealed value.
-func (e *Env) Question(t env.TaskRef, u env.Unsealed) (string, error) { return "", nil }
-
-// GoldReport is the result of GoldReplay.
-type GoldReport struct {
-	Rows   int         `json:"rows"`
-	Passed int         `json:"passed"`
-	Failed []FailedRow `json:"failed"`
+func (e *Env) open(ctx context.Context, tk *task, o env.OpenOptions) (*attempt, error) {
+	id := o.AttemptID
+	if id == "" {
+		id = rand.Text() // external names alone depend on it
+	}
+	a := &attempt{e: e, task: tk, ledger: newLedger(), stepTimeout: o.StepTimeout, maxSteps: o.MaxSteps}
+	if a.stepTimeout <= 0 {
+		a.stepTimeout = e.o.StepTimeout
+	}
+	if a.maxSteps <= 0 {
+		a.maxSteps = e.o.MaxSteps
+	}
+	ctx, cancel := context.WithTimeout(ctx, infraTimeout)
+	defer cancel()
+	db, ses, digest, err := e.prepare(ctx, &tk.row, id)
+	if err != nil {
+		return nil, err
+	}
+	a.db, a.ses, a.initDigest = db, ses, digest
+	return a, nil
 }
 
-// FailedRow is one row whose gold does not pass, with the reason.
-type FailedRow struct {
-	ID     string `json:"id"`
-	Reason string `json:"reason"`
+// prepare makes a database, fills it and hashes it.
+func (e *Env) prepare(ctx context.Context, row *embedded.Row, id string) (*database, *session, string, error) {
+	db, err := e.backend.create(ctx, id)
+	if err != nil {
+		return nil, nil, "", &env.InfraError{Phase: "open", Retryable: true, Err: err}
+	}
+	ses, err := db.connect(ctx)
+	var digest string
+	if err == nil {
+		if err = ses.load(ctx, row.Tables); err == nil {
+			var d []string
+			d, err = ses.digests(ctx, row.Tables)
+			digest = joinDigests(d)
+		}
+	}
+	if err == nil {
+		return db, ses, digest, nil
+	}
+	ses.close()
+	clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), infraTimeout)
+	defer cancel()
+	err = errors.Join(err, db.drop(clean))
+	if refused(err) {
+		return nil, nil, "", fmt.Errorf("open task: %w: %w", env.ErrTaskInvalid, err)
+	}
+	return nil, nil, "", &env.InfraError{Phase: "open", Retryable: true, Err: err}
 }
 
-// NamedRow is a row with its task id.
-type NamedRow struct {
-	ID string
-	embedded.Row
+// Health opens and closes one empty database; on a real server it also drops
+// what dead runs left behind.
+func (e *Env) Health(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, infraTimeout)
+	defer cancel()
+	infra := func(err error) error {
+		return &env.InfraError{Phase: "health", Retryable: true, Err: &Error{"reach database", err, "is the server running? check dbbench.dsn, or remove it to use the embedded engine"}}
+	}
+	if _, err := e.backend.version(ctx); err != nil {
+		return infra(err)
+	}
+	if r, ok := e.backend.(*realBackend); ok {
+		if err := r.reap(ctx); err != nil {
+			return infra(err)
+		}
+	}
+	db, err := e.backend.create(ctx, "health-"+rand.Text())
+	if err != nil {
+		return infra(err)
+	}
+	ses, err := db.connect(ctx)
+	ses.close()
+	if err := errors.Join(err, db.drop(ctx)); err != nil {
+		return infra(err)
+	}
+	return nil
 }
 
-// ReadRows reads a JSONL file of rows; ids derive from the row number.
-func ReadRows(path string) ([]NamedRow, error) { return nil, nil }
+// ServerVersion asks the back-end for its version.
+func (e *Env) ServerVersion(ctx context.Context) (string, error) { return e.backend.version(ctx) }
 
-// GoldReplay runs every row's gold through environment and grader. progress may
-// be nil.
-func GoldReplay(ctx context.Context, rows []NamedRow, o Options, progress func(done, total int)) (GoldReport, error) {
-	return GoldReport{}, nil
+// Close releases the connections to a real server.
+func (e *Env) Close() error { return e.backend.close() }
+
+// Question is the text of the task as the policy first sees it, for routers and
+// leak scans; it holds no gold. Test tasks need the unsealed value.
+func (e *Env) Question(t env.TaskRef, u env.Unsealed) (string, error) {
+	tk, err := e.find(t, u)
+	if err != nil {
+		return "", err
+	}
+	return tk.question(), nil
+}
+
+// Demos returns the scripted episode of a generated train task in the given
+// style: good, sloppy or recover.
+func (e *Env) Demos(t env.TaskRef, style string) ([]env.Demo, error) {
+	tk, ok := e.byID[t.ID]
+	if !ok {
+		return nil, fmt.Errorf("demonstrate task %q: %w", t.ID, env.ErrUnknownTask)
+	}
+	if tk.ref.Split != env.Train || tk.demo == nil {
+		return nil, fmt.Errorf("demonstrate task %s: only generated train tasks have demonstrations", t.ID)
+	}
+	var p embedded.Program
+	switch style {
+	case "good":
+		p = tk.demo.Good
+	case "sloppy":
+		p = tk.demo.Sloppy
+	case "recover":
+		p = tk.demo.Recover
+	default:
+		return nil, fmt.Errorf("demonstrate task %s: style %q, want good, sloppy or recover", t.ID, style)
+	}
+	if len(p) == 0 {
+		return nil, nil
+	}
+	d := env.Demo{Good: style != "sloppy"}
+	for _, text := range p.Turns() {
+		d.Turns = append(d.Turns, env.DemoTurn{Text: text})
+	}
+	return []env.Demo{d}, nil
 }

@@ -140,7 +140,9 @@ func (s *Server) Close() error {
 			s.tcp.Close()
 		}
 		s.lis.Close()
-		err = s.engine.Close() // kills running queries
+		if err = s.engine.Close(); errors.Is(err, context.Canceled) { // kills running queries
+			err = nil // how its background threads report that they stopped
+		}
 		s.lis.hangUp()
 		s.done.Wait()
 		idle := make(chan struct{})
@@ -220,6 +222,8 @@ func setsGlobal(toks []Token) bool {
 			return true // the text is not known before it runs
 		case !sawSet:
 		case t.Kind == Variable && globalPrefix(t.Text):
+			return true
+		case t.Kind == Variable && t.Text == "@@" && i+1 < len(toks) && globalPrefix("@@"+toks[i+1].Text):
 			return true
 		case t.Is("GLOBAL"), t.Is("PERSIST"), t.Is("PERSIST_ONLY"):
 			scope := toks[i-1].Is("SET") || toks[i-1].Text == ","
