@@ -133,7 +133,7 @@ func TestRenderRoundTrip(t *testing.T) {
 		c := Defaults()
 		c.Run.Name = rapid.StringMatching(`[a-z][a-z0-9_-]{0,10}`).Draw(t, "name")
 		c.Model.Path = rapid.String().Draw(t, "path")
-		c.Run.Seed = rapid.Uint64Max(1<<53 - 1).Draw(t, "seed")
+		c.Run.Seed = rapid.Uint64Max(1<<53-1).Draw(t, "seed")
 		c.Optim.LR = rapid.Float64Range(0, 1).Draw(t, "lr")
 		c.GRPO.Clip[1] = rapid.Float64Range(0.001, 10).Draw(t, "clip")
 		c.Rollout.EpisodeDeadline = Duration(rapid.Int64Range(int64(time.Second), int64(1000*time.Hour)).Draw(t, "deadline"))
