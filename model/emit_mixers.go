@@ -95,7 +95,7 @@ func (e emitter) deltaNet(o *op, in [][]valueID, out []valueID) *record {
 // deltaFLOPs of the chunked form per row and head (model.md 3.6): three products with the state, four with a triangle of the chunk.
 func (e emitter) deltaFLOPs(scale float64) func(Shapes) float64 {
 	g := e.geo
-	per := scale * float64(g.NV) * (6*float64(g.DK*g.DV) + 2*gdnChunk*float64(g.DK+g.DV))
+	per := scale * float64(g.NV) * (6*float64(g.DK*g.DV) + 2*kernels.GDNChunk*float64(g.DK+g.DV))
 	return func(sh Shapes) float64 { return per * float64(sh.Rows) }
 }
 

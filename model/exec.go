@@ -1,10 +1,8 @@
 package model
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
 	"unsafe"
 
 	"harness-s/kernels"
@@ -47,7 +45,6 @@ type Exec struct {
 	headBwd *kernels.LMHeadBwdArgs
 	forest  kernels.ForestArgs
 	pos     []int32
-	real    []byte
 	targets int  // of the last Forward
 	ready   bool // Backward may run
 }
@@ -90,7 +87,7 @@ func NewExec(m *Model, o ExecOptions) (*Exec, error) {
 		e.Close()
 		return nil, err
 	}
-	if err := e.place(int64((o.MaxRows+gdnChunk-1)/gdnChunk + 64)); err != nil {
+	if err := e.place(int64((o.MaxRows+kernels.GDNChunk-1)/kernels.GDNChunk + 64)); err != nil {
 		e.Close()
 		return nil, err
 	}
@@ -108,6 +105,7 @@ func (e *Exec) Close() {
 			*b = nil
 		}
 	}
+	e.stream.Close()
 	e.ready = false
 }
 
@@ -325,8 +323,8 @@ func (e *Exec) Forward(b *Batch) (*Output, error) {
 		return nil, err
 	}
 	out := &Output{LogProb: make([]float32, len(b.Rows)), Entropy: make([]float32, len(b.Rows))}
-	e.downloadReal(out.LogProb, e.address(e.prog.logp))
-	e.downloadReal(out.Entropy, e.address(e.prog.ent))
+	e.stream.DownloadReal(out.LogProb, e.address(e.prog.logp), e.m.Params.DType)
+	e.stream.DownloadReal(out.Entropy, e.address(e.prog.ent), e.m.Params.DType)
 	if err := e.stream.Sync(); err != nil {
 		return nil, fmt.Errorf("run forward: %w", err)
 	}
@@ -359,10 +357,10 @@ func (e *Exec) Backward(dLogP, dEnt []float32) error {
 		return errors.New("run backward: entropy gradients given to an exec made without Entropy")
 	}
 	e.ready = false
-	e.uploadReal(e.ports[portDLogP], dLogP)
+	e.stream.UploadReal(e.ports[portDLogP], dLogP, e.m.Params.DType)
 	e.headBwd.DEnt = 0
 	if dEnt != nil {
-		e.uploadReal(e.ports[portDEnt], dEnt)
+		e.stream.UploadReal(e.ports[portDEnt], dEnt, e.m.Params.DType)
 		e.headBwd.DEnt = e.ports[portDEnt]
 	}
 	e.run(e.prog.records[e.prog.numForward:])
@@ -402,7 +400,7 @@ func (e *Exec) Logits(b *Batch) ([]float32, error) {
 	a.WS, a.WSBytes = e.held.ws.Ptr(), e.held.ws.Bytes()
 	e.stream.Run(kernels.OpGemm, unsafe.Pointer(a))
 	out := make([]float32, t*v)
-	e.downloadReal(out, buf.Ptr())
+	e.stream.DownloadReal(out, buf.Ptr(), e.m.Params.DType)
 	if err := e.stream.Sync(); err != nil {
 		return nil, fmt.Errorf("run logits: %w", err)
 	}
@@ -414,29 +412,4 @@ func bytesOf[T any](v []T) []byte {
 		return nil
 	}
 	return unsafe.Slice((*byte)(unsafe.Pointer(&v[0])), len(v)*int(unsafe.Sizeof(v[0])))
-}
-
-// uploadReal converts to the program's dtype.
-func (e *Exec) uploadReal(dst kernels.Ptr, src []float32) {
-	if e.m.Params.DType == kernels.F32 {
-		e.stream.Upload(dst, bytesOf(src))
-		return
-	}
-	e.real = e.real[:0]
-	for _, x := range src {
-		e.real = binary.NativeEndian.AppendUint64(e.real, math.Float64bits(float64(x)))
-	}
-	e.stream.Upload(dst, e.real)
-}
-
-func (e *Exec) downloadReal(dst []float32, src kernels.Ptr) {
-	if e.m.Params.DType == kernels.F32 {
-		e.stream.Download(bytesOf(dst), src)
-		return
-	}
-	wide := make([]float64, len(dst))
-	e.stream.Download(bytesOf(wide), src)
-	for i, x := range wide {
-		dst[i] = float32(x)
-	}
 }

@@ -7,16 +7,12 @@ import (
 
 	G "gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
-)
 
-// convTaps is the width of the causal convolution that the kernels implement (HS_CONV).
-const convTaps = 4
+	"harness-s/kernels"
+)
 
 // l2Eps is the epsilon of the q/k l2norm in the linear layers (model.md 3.4); the configuration does not name it.
 const l2Eps = 1e-6
-
-// gdnChunk is the chunk length of the gated delta rule in rows (HS_GDN_CHUNK).
-const gdnChunk = 64
 
 // Mode says which graph Build makes.
 type Mode uint8
@@ -90,8 +86,8 @@ func build(cfg *Config, mode Mode, o graphOptions) (gr *Graph, err error) {
 	if o.dtype == (tensor.Dtype{}) {
 		o.dtype = tensor.Float32
 	}
-	if cfg.ConvKernel != convTaps {
-		return nil, fmt.Errorf("build graph: conv kernel width %d, kernels implement %d", cfg.ConvKernel, convTaps)
+	if cfg.ConvKernel != kernels.ConvTaps {
+		return nil, fmt.Errorf("build graph: conv kernel width %d, kernels implement %d", cfg.ConvKernel, kernels.ConvTaps)
 	}
 	b := &graphBuilder{
 		cfg: cfg, dtype: o.dtype, byName: map[string]*G.Node{},

@@ -8,6 +8,8 @@ import (
 	"github.com/chewxy/hm"
 	G "gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
+
+	"harness-s/kernels"
 )
 
 // Shape legend of the graph files: T packed rows, N targets, S recurrent states of a forest (chunks + segments), D hidden, I intermediate,
@@ -201,7 +203,7 @@ func packed(parts []spec) spec { return spec{name: "handle", parts: parts} }
 func (o *op) ins() []spec {
 	g := o.env.geo
 	vd := g.NV * g.DV
-	conv := []spec{rows("p", g.C), rows("a", g.NV), rows("b", g.NV), fixed("w", g.C, 1, convTaps), fixed("a_log", g.NV), fixed("dt_bias", g.NV), index("forest", leadNone, 1)}
+	conv := []spec{rows("p", g.C), rows("a", g.NV), rows("b", g.NV), fixed("w", g.C, 1, kernels.ConvTaps), fixed("a_log", g.NV), fixed("dt_bias", g.NV), index("forest", leadNone, 1)}
 	head := []spec{rows("x", g.D), fixed("w", g.V, g.D), index("rows", leadTargets), index("targets", leadTargets)}
 	prep := []spec{rows("qg", g.NH*2*g.HD), rows("kin", g.NKV*g.HD), fixed("wq", g.HD), fixed("wk", g.HD), index("pos", leadRows)}
 	forest := index("forest", leadNone, 1)
@@ -281,7 +283,7 @@ func (o *op) outs() []spec {
 	case kConvGate, kGDNBwd:
 		return convOuts(g)
 	case kConvGateBwd:
-		return []spec{rows("dp", g.C), rows("da", g.NV), rows("db", g.NV), fixed("dw", g.C, 1, convTaps), fixed("da_log", g.NV), fixed("ddt_bias", g.NV)}
+		return []spec{rows("dp", g.C), rows("da", g.NV), rows("db", g.NV), fixed("dw", g.C, 1, kernels.ConvTaps), fixed("da_log", g.NV), fixed("ddt_bias", g.NV)}
 	case kGDN:
 		return gdnOuts(g)
 	case kGatedNorm:

@@ -178,6 +178,7 @@ func TapeRun(m *Model, b *Batch, dLogP []float32) (logp []float32, grads map[str
 		return nil, nil, fmt.Errorf("run tape: %w", err)
 	}
 	t := &interpreter{dev: m.Dev, stream: m.Dev.NewStream(), shapes: shapesOf(f, b)}
+	defer t.stream.Close()
 	fb, err := m.Dev.Alloc(f.DeviceBytes(), "tape forest")
 	if err != nil {
 		return nil, nil, fmt.Errorf("run tape: %w", err)
@@ -236,7 +237,7 @@ func (t *interpreter) bindLeaves(gr *Graph, m *Model, b *Batch, f *kernels.Fores
 	}
 	let(p.IDs, append([]int32(nil), b.IDs...))
 	let(p.Pos, positions(nil, f))
-	let(p.Forest, []int32{f.NumSeg})
+	let(p.Forest, []int32{int32(f.NumSeg)})
 	let(p.Rows, append([]int32(nil), b.Rows...))
 	let(p.Targets, append([]int32(nil), b.Targets...))
 	real(p.DLogP, dLogP)
