@@ -91,6 +91,13 @@ func (f *facts) record(act action, st env.Step) {
 	}
 	m["near_repeat"] = near
 	m["action_words"] = act.words
+	if act.sql != "" {
+		m["sql_ok"] = st.Kind == env.KindOK
+		m["is_dml"] = isDML(act.stmt)
+	}
+	if changes(m) {
+		m["changed"], m["any_change"] = true, true
+	}
 	errs := 0
 	if st.Kind != env.KindOK {
 		errs = f.int("consecutive_errors") + 1
@@ -140,8 +147,15 @@ func derive(m map[string]any, act action, st env.Step) {
 		n, _ := strconv.Atoi(code[1])
 		set("errno", n)
 	}
-	set("sql_casts", strings.Contains(act.norm, "cast(") || strings.Contains(act.norm, "convert("))
+	casts := strings.Contains(act.norm, "cast(") || strings.Contains(act.norm, "convert(")
+	m["sql_casts"] = casts
+	extreme := strings.Contains(act.norm, " order by ") || (strings.Contains(act.norm, "max(") || strings.Contains(act.norm, "min(")) && numericText.MatchString(st.Obs)
+	m["uncast_extreme"] = st.Kind == env.KindOK && act.stmt == "select" && extreme && !casts
+	m["counted_rows"] = st.Kind == env.KindOK && strings.Contains(act.norm, "count(") && !strings.Contains(act.norm, "distinct")
 }
+
+// numericText is a row whose value is a number kept as text.
+var numericText = regexp.MustCompile(`\('-?[0-9]+',\)`)
 
 var errnoPattern = regexp.MustCompile(`^(\d{4}) \(`)
 
