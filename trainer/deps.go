@@ -53,7 +53,7 @@ type Policy interface {
 	OptStep() int64
 	// Save writes a Hugging Face directory.
 	Save(dir string) error
-	SHA256() string
+	SHA256() (string, error)
 }
 
 // Tokens is the text side of a tokenizer; *model.Tokenizer is one.
@@ -178,7 +178,7 @@ func (p modelPolicy) OptStep() int64                             { return p.m.Pa
 func (p modelPolicy) State(k model.StateKind) ([]byte, error)    { return p.m.Params.State(k) }
 func (p modelPolicy) SetState(k model.StateKind, b []byte) error { return p.m.Params.SetState(k, b) }
 func (p modelPolicy) Save(dir string) error                      { return p.m.Save(dir) }
-func (p modelPolicy) SHA256() string                             { return p.m.WeightsSHA256() }
+func (p modelPolicy) SHA256() (string, error)                    { return p.m.WeightsSHA256() }
 func (p modelPolicy) SetVersion(v uint64, optStep int64) {
 	p.m.Params.Version, p.m.Params.OptStep = v, optStep
 }

@@ -35,6 +35,7 @@ type EvalOptions struct {
 	Recorder    env.Recorder // needed for the test split: the run manifest
 	Reason      string       // why the test split is opened
 	Progress    func(Progress)
+	Evidence    *router.View // what routed mode routes by: evidence/vNNN.json of a run
 }
 
 // EvalReport is one evaluation. Each score holds the strict value, in which a
@@ -75,18 +76,18 @@ func (r *EvalReport) brief() *EvalReport {
 
 // Evaluate runs a split under the frozen policy and scores it. Routed mode needs
 // the evidence of a run.
-func Evaluate(ctx context.Context, cfg Config, d *Deps, o EvalOptions, view *router.View) (*EvalReport, error) {
+func Evaluate(ctx context.Context, cfg Config, d *Deps, o EvalOptions) (*EvalReport, error) {
 	o.Progress = serial(o.Progress)
 	var rep *EvalReport
 	err := withEngine(ctx, cfg, d, func(ctx context.Context, r *rollouts) (err error) {
-		rep, err = evaluate(ctx, r, o, view)
+		rep, err = evaluate(ctx, r, o)
 		return err
 	})
 	return rep, err
 }
 
 // evaluate is Evaluate on a running engine.
-func evaluate(ctx context.Context, r *rollouts, o EvalOptions, view *router.View) (*EvalReport, error) {
+func evaluate(ctx context.Context, r *rollouts, o EvalOptions) (*EvalReport, error) {
 	start := time.Now()
 	if o.K < 1 || o.Attempts < o.K {
 		return nil, hinted("evaluate", "raise eval.attempts or lower eval.k", "pass@%d of %d attempts", o.K, o.Attempts)
@@ -109,7 +110,7 @@ func evaluate(ctx context.Context, r *rollouts, o EvalOptions, view *router.View
 	err = each(ctx, len(tasks), func(ctx context.Context, i int) error {
 		ord := c.order(tasks[i], KindEval, phaseEval, o.Attempts)
 		ord.seed, ord.sampling, ord.unsealed = o.Seed, evalSampling(o.Temperature), seal
-		spec, err := evalHarness(ctx, r, o, view, ord)
+		spec, err := evalHarness(ctx, r, o, ord)
 		if err != nil {
 			return err
 		}
@@ -165,11 +166,11 @@ func evalTasks(ctx context.Context, e env.Env, o EvalOptions) ([]env.TaskRef, en
 // evalHarness is the harness of all attempts at a task, fixed before the first of
 // them. Routing reads the task's text from an attempt that is opened for that and
 // closed again.
-func evalHarness(ctx context.Context, r *rollouts, o EvalOptions, view *router.View, ord order) (*harness.Spec, error) {
+func evalHarness(ctx context.Context, r *rollouts, o EvalOptions, ord order) (*harness.Spec, error) {
 	if o.Mode != ModeRouted {
 		return r.d.Pool.Original(), nil
 	}
-	if view == nil {
+	if o.Evidence == nil {
 		return nil, hinted("evaluate", "name the run whose evidence routes: hs eval --run NAME, or use --mode original", "routed mode without evidence")
 	}
 	ord.spec = r.d.Pool.Original()
@@ -186,7 +187,7 @@ func evalHarness(ctx context.Context, r *rollouts, o EvalOptions, view *router.V
 	if err != nil {
 		return nil, fmt.Errorf("read text of task %s: %w", ord.task.ID, err)
 	}
-	rt := &routing{router: newRouter(r.cfg, r.d.Pool), view: view, pool: r.d.Pool, run: r.cfg.Run.Name, version: r.d.Policy.Version()}
+	rt := &routing{router: newRouter(r.cfg, r.d.Pool), view: o.Evidence, pool: r.d.Pool, run: r.cfg.Run.Name, version: r.d.Policy.Version()}
 	pick, err := rt.first(ctx, ord.task, e.att.Initial().Text, o.Step)
 	if err != nil {
 		return nil, err

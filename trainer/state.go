@@ -183,6 +183,10 @@ func (t *run) restore(step int) error {
 	if err := l.State(&st); err != nil {
 		return err
 	}
+	sum, err := t.d.Policy.SHA256()
+	if err != nil {
+		return err
+	}
 	var errs []error
 	differs := func(what, now, then string) {
 		if now != then {
@@ -192,7 +196,7 @@ func (t *run) restore(step int) error {
 	differs("pool", t.d.Pool.Digest(), st.Pool)
 	differs("task data", t.d.Env.Info().DataDigest, st.Data)
 	differs("seed", fmt.Sprint(t.cfg.Run.Seed), fmt.Sprint(st.Seed))
-	differs("model", t.d.Policy.SHA256(), st.Weights)
+	differs("model", sum, st.Weights)
 	if st.Schema != stateSchema {
 		errs = append(errs, fmt.Errorf("state has schema %d, this program reads %d", st.Schema, stateSchema))
 	}
@@ -219,15 +223,19 @@ func (t *run) restore(step int) error {
 // writeInputs stores the frozen pool and fills the manifest's digests.
 func (t *run) writeInputs() error {
 	info := t.d.Env.Info()
+	sum, err := t.d.Policy.SHA256()
+	if err != nil {
+		return err
+	}
 	for i, s := range t.d.Pool.Specs {
 		if err := WriteAtomic(t.o.Dir.Path("pool", fmt.Sprintf("%02d_%s.json", i, s.Name)), append(s.Canonical(), '\n')); err != nil {
 			return err
 		}
 	}
-	err := t.o.Dir.UpdateManifest(func(m *Manifest) {
+	err = t.o.Dir.UpdateManifest(func(m *Manifest) {
 		m.Seed, m.Env, m.Data, m.Pool = t.cfg.Run.Seed, &info, info.DataDigest, t.d.Pool.Digest()
 		if m.Model == "" {
-			m.Model = t.d.Policy.SHA256()
+			m.Model = sum
 		}
 	})
 	if err != nil || t.cfg.Save.Every == 0 {

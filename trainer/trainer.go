@@ -99,7 +99,8 @@ func Run(ctx context.Context, cfg Config, d *Deps, o RunOptions) (*Summary, erro
 		}
 		return t.end(ctx)
 	})
-	return t.summary(), err
+	s, sumErr := t.summary()
+	return s, errors.Join(err, sumErr)
 }
 
 // step is the algorithm (method.md 3.2). Weights, evidence and pool are frozen
@@ -242,7 +243,7 @@ func (t *run) recordTrain(g *Group, as []Attempt) error {
 
 // eval scores the policy under the original harness, without auxiliaries.
 func (t *run) eval(ctx context.Context, step int, rec *Record, p *phases) error {
-	rep, err := evaluate(ctx, t.r, t.evalOptions(step), nil)
+	rep, err := evaluate(ctx, t.r, t.evalOptions(step))
 	if err != nil {
 		return fmt.Errorf("evaluate: %w", err)
 	}
@@ -337,7 +338,9 @@ func (t *run) snapshot() (Snapshot, error) {
 		return s, fmt.Errorf("encode evidence: %w", err)
 	}
 	t.st.Evidence = ev
-	t.st.Weights = t.d.Policy.SHA256()
+	if t.st.Weights, err = t.d.Policy.SHA256(); err != nil {
+		return s, err
+	}
 	st := t.st
 	s.State = &st
 	return s, nil
@@ -379,12 +382,13 @@ func (t *run) end(ctx context.Context) error {
 	return nil
 }
 
-func (t *run) summary() *Summary {
+func (t *run) summary() (*Summary, error) {
 	c := t.st.Totals
+	sum, err := t.d.Policy.SHA256()
 	s := &Summary{
 		Groups: c.Groups, AllFailGroups: c.AllFail, RescuedGroups: c.RescuedGroups, RescueSuccesses: c.RescueSuccesses,
 		Steps: t.st.Step, TrainSeconds: c.TrainSeconds, TotalSeconds: since(t.start), PeakRSSMiB: math.Round(peakRSS()/(1<<20)*10) / 10,
-		WeightsSHA256: t.d.Policy.SHA256(), Before: t.st.Before, After: t.st.After, Cost: c.Cost,
+		WeightsSHA256: sum, Before: t.st.Before, After: t.st.After, Cost: c.Cost,
 	}
 	if b := t.st.Before; b != nil {
 		s.Pass1Before, s.Pass3Before = b.Pass1.Strict.Mean, b.PassK.Strict.Mean
@@ -392,5 +396,5 @@ func (t *run) summary() *Summary {
 	if a := t.st.After; a != nil {
 		s.Pass1After, s.Pass3After = a.Pass1.Strict.Mean, a.PassK.Strict.Mean
 	}
-	return s
+	return s, err
 }
