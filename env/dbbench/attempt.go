@@ -143,6 +143,9 @@ func (a *attempt) execute(ctx context.Context, query string) (env.Step, error) {
 			return env.Step{}, a.fault("step", err)
 		}
 	}
+	if a.db.srv != nil {
+		query = embedded.QuoteForeign(query)
+	}
 	r := a.exec(ctx, query)
 	if r.stop != ranOn {
 		return a.stopped(ctx, query, r)

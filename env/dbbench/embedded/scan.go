@@ -140,3 +140,21 @@ func variable(q string, i int) int {
 	}
 	return end
 }
+
+// QuoteForeign puts back-ticks around bare identifiers that are not ASCII. MySQL
+// takes them as they are; this engine's parser does not.
+func QuoteForeign(q string) string {
+	if strings.IndexFunc(q, func(r rune) bool { return r >= 0x80 }) < 0 {
+		return q
+	}
+	var b strings.Builder
+	last := 0
+	for _, t := range Scan(q) {
+		if t.Kind != Word || strings.IndexFunc(t.Text, func(r rune) bool { return r >= 0x80 }) < 0 {
+			continue
+		}
+		b.WriteString(q[last:t.Pos] + "`" + t.Text + "`")
+		last = t.Pos + len(t.Text)
+	}
+	return b.String() + q[last:]
+}
