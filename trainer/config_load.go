@@ -179,9 +179,17 @@ func leaves() []leaf {
 }
 
 func findLeaf(path string) (leaf, bool) {
-	for _, l := range leaves() {
-		if l.path == path {
-			return l, true
+	section, key, _ := strings.Cut(path, ".")
+	root := reflect.TypeFor[Config]()
+	for i := range root.NumField() {
+		sec := root.Field(i)
+		if sec.Tag.Get("toml") != section {
+			continue
+		}
+		for j := range sec.Type.NumField() {
+			if f := sec.Type.Field(j); f.Tag.Get("toml") == key {
+				return leaf{path, f.Tag, f.Type, []int{i, j}}, true
+			}
 		}
 	}
 	return leaf{}, false
