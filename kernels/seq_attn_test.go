@@ -1,0 +1,290 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+)
+
+// att is the geometry of an attention layer.
+type att struct{ nh, nkv, hd int }
+
+func (r *rig) attn(f *Forest, h att, q, k, v []float64) (o, lse []float64) {
+	T := f.NumRows
+	a := &AttnArgs{T: int64(T), NH: int64(h.nh), NKV: int64(h.nkv), HD: int64(h.hd), F: r.forest(f), Q: r.put(q), K: r.put(k), V: r.put(v),
+		O: r.out(T * h.nh * h.hd), LSE: r.out(T * h.nh)}
+	r.run(OpAttn, a)
+	return r.get(a.O, T*h.nh*h.hd), r.get(a.LSE, T*h.nh)
+}
+
+func (r *rig) attnBwd(f *Forest, h att, q, k, v, o, lse, do []float64) [][]float64 {
+	T := f.NumRows
+	nq, nk := T*h.nh*h.hd, T*h.nkv*h.hd
+	a := &AttnBwdArgs{T: int64(T), NH: int64(h.nh), NKV: int64(h.nkv), HD: int64(h.hd), F: r.forest(f), Q: r.put(q), K: r.put(k), V: r.put(v),
+		O: r.put(o), LSE: r.put(lse), DO: r.put(do), DQ: r.out(nq), DK: r.out(nk), DV: r.out(nk)}
+	r.run(OpAttnBwd, a)
+	return [][]float64{r.get(a.DQ, nq), r.get(a.DK, nk), r.get(a.DV, nk)}
+}
+
+// naiveAttn: the query rows q (all heads) over the key rows listed for each of them.
+func naiveAttn(h att, q, k, v []float64, qrow int, keys []int) (o, lse []float64) {
+	rep := h.nh / h.nkv
+	for head := range h.nh {
+		at := func(x []float64, row int) []float64 { return x[(row*h.nkv+head/rep)*h.hd:][:h.hd] }
+		qv := q[(qrow*h.nh+head)*h.hd:][:h.hd]
+		s := make([]float64, len(keys))
+		top := math.Inf(-1)
+		for i, row := range keys {
+			for j, x := range at(k, row) {
+				s[i] += x * qv[j]
+			}
+			s[i] /= math.Sqrt(float64(h.hd))
+			top = max(top, s[i])
+		}
+		var sum float64
+		out := make([]float64, h.hd)
+		for i, row := range keys {
+			p := math.Exp(s[i] - top)
+			sum += p
+			for j, x := range at(v, row) {
+				out[j] += p * x
+			}
+		}
+		for j := range out {
+			out[j] /= sum
+		}
+		o, lse = append(o, out...), append(lse, top+math.Log(sum))
+	}
+	return o, lse
+}
+
+func TestAttnForest(t *testing.T) {
+	for name, lp := range forests() {
+		for _, h := range []att{{4, 2, 32}, {3, 1, 10}, {2, 2, 16}} {
+			t.Run(fmt.Sprintf("%s/%v", name, h), func(t *testing.T) {
+				f := mkForest(t, nil, lp...)
+				T := f.NumRows
+				g := rand.New(rand.NewPCG(9, 2))
+				q, k, v := randn(g, T*h.nh*h.hd, 1.5), randn(g, T*h.nkv*h.hd, 1.5), randn(g, T*h.nkv*h.hd, 1)
+				do := randn(g, T*h.nh*h.hd, 1)
+				var want, wantLSE []float64
+				for s := range f.NumSeg {
+					rows := path(f, s)
+					lead := len(rows) - int(f.Len[s])
+					for i := range int(f.Len[s]) {
+						o, l := naiveAttn(h, q, k, v, rows[lead+i], rows[:lead+i+1])
+						want, wantLSE = append(want, o...), append(wantLSE, l...)
+					}
+				}
+				r := newRig(t, F64, Options{Threads: 2})
+				o, lse := r.attn(f, h, q, k, v)
+				near(t, "o", o, want, 1e-12)
+				near(t, "lse", lse, wantLSE, 1e-12)
+				d := r.attnBwd(f, h, q, k, v, o, lse, do)
+				sum := [][]float64{make([]float64, len(q)), make([]float64, len(k)), make([]float64, len(v))}
+				for s := range f.NumSeg { // forest = separate sequences
+					rows := path(f, s)
+					one := mkForest(t, nil, [2]int{len(rows), -1})
+					qs, ks, vs := split(q, h.nh*h.hd, rows), split(k, h.nkv*h.hd, rows), split(v, h.nkv*h.hd, rows)
+					ds := split(do, h.nh*h.hd, rows)
+					clear(ds[:(len(rows)-int(f.Len[s]))*h.nh*h.hd])
+					os, ls := r.attn(one, h, qs, ks, vs)
+					for i, gr := range r.attnBwd(one, h, qs, ks, vs, os, ls, ds) {
+						scatterAdd(sum[i], len(gr)/len(rows), rows, gr)
+					}
+				}
+				for i := range d {
+					near(t, "separate d"+[]string{"q", "k", "v"}[i], d[i], sum[i], 1e-11)
+				}
+				if T < 120 {
+					checkGrads(t, []string{"q", "k", "v"}, [][]float64{q, k, v}, [][]float64{do}, d, func(in [][]float64) [][]float64 {
+						defer r.free()
+						o, _ := r.attn(f, h, in[0], in[1], in[2])
+						return [][]float64{o}
+					})
+				}
+				for _, lv := range levels() {
+					r := newRig(t, F32, Options{Threads: 2, SIMD: lv})
+					o, lse := r.attn(f, h, q, k, v)
+					near(t, lv+" o", o, want, 2e-6)
+					near(t, lv+" lse", lse, wantLSE, 1e-6)
+					for i, gr := range r.attnBwd(f, h, q, k, v, o, lse, do) {
+						near(t, lv+" d"+[]string{"q", "k", "v"}[i], gr, d[i], 1e-5)
+					}
+				}
+			})
+		}
+	}
+}
+
+// TestAttnBits: outputs and gradients of a tree have the same bits alone, behind another tree and with any thread count.
+func TestAttnBits(t *testing.T) {
+	h := att{4, 2, 24}
+	tree := [][2]int{{65, -1}, {3, 0}, {70, 0}}
+	f := mkForest(t, nil, tree...)
+	g := rand.New(rand.NewPCG(4, 4))
+	const pad = 37
+	T := f.NumRows
+	all := [][]float64{randn(g, (T+pad)*h.nh*h.hd, 1), randn(g, (T+pad)*h.nkv*h.hd, 1), randn(g, (T+pad)*h.nkv*h.hd, 1), randn(g, (T+pad)*h.nh*h.hd, 1)}
+	own := make([][]float64, 4)
+	for i := range all {
+		own[i] = all[i][len(all[i])/(T+pad)*pad:]
+	}
+	r := newRig(t, F32, Options{Threads: 1})
+	o, lse := r.attn(f, h, own[0], own[1], own[2])
+	d := r.attnBwd(f, h, own[0], own[1], own[2], o, lse, own[3])
+	for _, threads := range []int{1, 2, 3} {
+		r := newRig(t, F32, Options{Threads: threads})
+		fb := mkForest(t, nil, [2]int{pad, -1}, [2]int{65, -1}, [2]int{3, 1}, [2]int{70, 1})
+		ob, lb := r.attn(fb, h, all[0], all[1], all[2])
+		same(t, "o", ob[len(ob)-len(o):], o)
+		same(t, "lse", lb[len(lb)-len(lse):], lse)
+		for i, gr := range r.attnBwd(fb, h, all[0], all[1], all[2], ob, lb, all[3]) {
+			same(t, "d"+[]string{"q", "k", "v"}[i], gr[len(gr)-len(d[i]):], d[i])
+		}
+	}
+}
+
+func (r *rig) prep(h att, rot int, theta float64, pos []int32, qg, kin, wq, wk []float64) (q, k []float64) {
+	T := len(pos)
+	a := &AttnPrepArgs{T: int64(T), NH: int64(h.nh), NKV: int64(h.nkv), HD: int64(h.hd), Rot: int64(rot), Theta: theta, Eps: 1e-6, RopePos: r.ints(pos),
+		QG: r.put(qg), KIn: r.put(kin), WQ: r.put(wq), WK: r.put(wk), Q: r.out(T * h.nh * h.hd), K: r.out(T * h.nkv * h.hd)}
+	r.run(OpAttnPrep, a)
+	return r.get(a.Q, T*h.nh*h.hd), r.get(a.K, T*h.nkv*h.hd)
+}
+
+// naivePrep: model.md 3.9 steps 1-3 for one head.
+func naivePrep(x, w []float64, rot int, theta float64, pos int32) []float64 {
+	ss := 0.0
+	for _, v := range x {
+		ss += v * v
+	}
+	r := 1 / math.Sqrt(ss/float64(len(x))+1e-6)
+	y := make([]float64, len(x))
+	for i := range x {
+		y[i] = x[i] * r * (1 + w[i])
+	}
+	for j := range rot / 2 {
+		s, c := math.Sincos(float64(pos) * math.Pow(theta, -2*float64(j)/float64(rot)))
+		a, b := y[j], y[j+rot/2]
+		y[j], y[j+rot/2] = a*c-b*s, b*c+a*s
+	}
+	return y
+}
+
+func TestAttnPrep(t *testing.T) {
+	for _, c := range []struct {
+		att
+		rot int
+	}{{att{4, 2, 32}, 8}, {att{2, 1, 10}, 6}, {att{2, 2, 16}, 16}, {att{1, 1, 64}, 40}, {att{2, 1, 8}, 0}} {
+		t.Run(fmt.Sprint(c), func(t *testing.T) {
+			h, T := c.att, 300
+			if h.hd > 32 {
+				T = 9
+			}
+			g := rand.New(rand.NewPCG(1, 3))
+			pos := make([]int32, T)
+			for i := range pos {
+				pos[i] = int32(i * i % 40000)
+			}
+			qg, kin, wq, wk := randn(g, T*h.nh*2*h.hd, 1), randn(g, T*h.nkv*h.hd, 1), randn(g, h.hd, 0.3), randn(g, h.hd, 0.3)
+			var wantQ, wantK []float64
+			for i := range T {
+				for j := range h.nh {
+					wantQ = append(wantQ, naivePrep(qg[(i*h.nh+j)*2*h.hd:][:h.hd], wq, c.rot, 1e7, pos[i])...)
+				}
+				for j := range h.nkv {
+					wantK = append(wantK, naivePrep(kin[(i*h.nkv+j)*h.hd:][:h.hd], wk, c.rot, 1e7, pos[i])...)
+				}
+			}
+			r := newRig(t, F64, Options{Threads: 2})
+			q, k := r.prep(h, c.rot, 1e7, pos, qg, kin, wq, wk)
+			near(t, "q", q, wantQ, 1e-12)
+			near(t, "k", k, wantK, 1e-12)
+			dq, dk := randn(g, len(q), 1), randn(g, len(k), 1)
+			bwd := func(r *rig, nh, nkv int) [][]float64 {
+				mark := make([]float64, len(qg)) // the gate half must stay
+				for i := range mark {
+					mark[i] = 7
+				}
+				a := &AttnPrepBwdArgs{T: int64(T), NH: int64(nh), NKV: int64(nkv), HD: int64(h.hd), Rot: int64(c.rot), Theta: 1e7, Eps: 1e-6, RopePos: r.ints(pos)}
+				if nh > 0 {
+					a.QG, a.WQ, a.DQ, a.DQG, a.DWQ = r.put(qg), r.put(wq), r.put(dq), r.put(mark), r.put(make([]float64, h.hd))
+				}
+				if nkv > 0 {
+					a.KIn, a.WK, a.DK, a.DKIn, a.DWK = r.put(kin), r.put(wk), r.put(dk), r.out(len(kin)), r.put(make([]float64, h.hd))
+				}
+				r.run(OpAttnPrepBwd, a)
+				var out [][]float64
+				if nh > 0 {
+					dqg := r.get(a.DQG, len(qg))
+					for i, x := range dqg {
+						if i/h.hd%2 == 1 {
+							if x != 7 {
+								t.Fatal("the gate half of dqg was written")
+							}
+							dqg[i] = 0
+						}
+					}
+					out = append(out, dqg, r.get(a.DWQ, h.hd))
+				}
+				if nkv > 0 {
+					out = append(out, r.get(a.DKIn, len(kin)), r.get(a.DWK, h.hd))
+				}
+				return out
+			}
+			d := bwd(r, h.nh, h.nkv)
+			same(t, "query part alone", bwd(r, h.nh, 0)[0], d[0])
+			same(t, "key part alone", bwd(r, 0, h.nkv)[0], d[2])
+			checkGrads(t, []string{"qg", "wq", "kin", "wk"}, [][]float64{qg, wq, kin, wk}, [][]float64{dq, dk}, d, func(in [][]float64) [][]float64 {
+				defer r.free()
+				q, k := r.prep(h, c.rot, 1e7, pos, in[0], in[2], in[1], in[3])
+				return [][]float64{q, k}
+			})
+			for _, lv := range levels() {
+				r := newRig(t, F32, Options{Threads: 2, SIMD: lv})
+				q, k := r.prep(h, c.rot, 1e7, pos, qg, kin, wq, wk)
+				near(t, lv+" q", q, wantQ, 1e-6)
+				near(t, lv+" k", k, wantK, 1e-6)
+				for i, gr := range bwd(r, h.nh, h.nkv) {
+					near(t, lv+" d"+[]string{"qg", "wq", "kin", "wk"}[i], gr, d[i], 3e-6)
+				}
+			}
+		})
+	}
+}
+
+func TestGate(t *testing.T) {
+	for _, h := range []att{{4, 1, 32}, {3, 1, 5}} {
+		const T = 70
+		g := rand.New(rand.NewPCG(2, 2))
+		n := T * h.nh * h.hd
+		o, qg, dy := randn(g, n, 1), randn(g, 2*n, 2), randn(g, n, 1)
+		run := func(r *rig, in [][]float64) []float64 {
+			a := &GateArgs{T: T, NH: int64(h.nh), HD: int64(h.hd), O: r.put(in[0]), QG: r.put(in[1]), Y: r.out(n)}
+			r.run(OpGate, a)
+			return r.get(a.Y, n)
+		}
+		bwd := func(r *rig) [][]float64 {
+			a := &GateBwdArgs{T: T, NH: int64(h.nh), HD: int64(h.hd), O: r.put(o), QG: r.put(qg), DY: r.put(dy), DO: r.out(n), DQG: r.put(make([]float64, 2*n))}
+			r.run(OpGateBwd, a)
+			return [][]float64{r.get(a.DO, n), r.get(a.DQG, 2*n)}
+		}
+		want := make([]float64, n)
+		for i := range want {
+			want[i] = o[i] / (1 + math.Exp(-qg[i/h.hd*2*h.hd+h.hd+i%h.hd]))
+		}
+		r := newRig(t, F64, Options{Threads: 2})
+		near(t, "y", run(r, [][]float64{o, qg}), want, 1e-13)
+		d := bwd(r)
+		checkGrads(t, []string{"o", "qg"}, [][]float64{o, qg}, [][]float64{dy}, d, func(in [][]float64) [][]float64 { return [][]float64{run(r, in)} })
+		for _, lv := range levels() {
+			r := newRig(t, F32, Options{Threads: 2, SIMD: lv})
+			near(t, lv, run(r, [][]float64{o, qg}), want, 1e-6)
+			for i, gr := range bwd(r) {
+				near(t, lv+" backward", gr, d[i], 1e-6)
+			}
+		}
+	}
+}

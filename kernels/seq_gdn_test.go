@@ -1,0 +1,352 @@
+package kernels
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+)
+
+// lin is the geometry of a linear layer; gdnIn the inputs of the delta rule over T rows.
+type lin struct{ nk, dk, nv, dv int }
+
+func (l lin) conv() int { return 2*l.nk*l.dk + l.nv*l.dv }
+
+type gdnIn struct{ q, k, v, beta, g []float64 }
+
+func (x gdnIn) list() [][]float64 { return [][]float64{x.q, x.k, x.v, x.beta, x.g} }
+func gdnOf(l [][]float64) gdnIn   { return gdnIn{l[0], l[1], l[2], l[3], l[4]} }
+
+func randGDN(g *rand.Rand, l lin, T int) gdnIn {
+	x := gdnIn{q: randn(g, T*l.nk*l.dk, 0.3), k: randn(g, T*l.nk*l.dk, 1), v: randn(g, T*l.nv*l.dv, 1), beta: make([]float64, T*l.nv), g: make([]float64, T*l.nv)}
+	for i := range T * l.nk { // unit keys, as the conv op makes them
+		var s float64
+		for _, k := range x.k[i*l.dk : (i+1)*l.dk] {
+			s += k * k
+		}
+		for j := range l.dk {
+			x.k[i*l.dk+j] /= math.Sqrt(s)
+		}
+	}
+	for i := range x.beta {
+		x.beta[i] = 1 / (1 + math.Exp(-g.NormFloat64()))
+		x.g[i] = -math.Exp(g.NormFloat64() - 2)
+	}
+	return x
+}
+
+func (r *rig) gdn(f *Forest, l lin, x gdnIn, rec []float64) (o, states, recOut []float64) {
+	a := &GDNArgs{T: int64(f.NumRows), NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), F: r.forest(f),
+		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put(x.beta), G: r.put(x.g)}
+	no, ns := f.NumRows*l.nv*l.dv, (f.NumChunks+f.NumSeg)*l.nv*l.dk*l.dv
+	a.O, a.States = r.out(no), r.out(ns)
+	if rec != nil {
+		a.RecState = r.put(rec)
+	}
+	r.run(OpGDN, a)
+	return r.get(a.O, no), r.get(a.States, ns), r.get(a.RecState, len(rec))
+}
+
+func (r *rig) gdnBwd(f *Forest, l lin, x gdnIn, states, do []float64) gdnIn {
+	T := f.NumRows
+	a := &GDNBwdArgs{T: int64(T), NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), F: r.forest(f),
+		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put(x.beta), G: r.put(x.g), States: r.put(states), DO: r.put(do)}
+	nq, nv, nb := T*l.nk*l.dk, T*l.nv*l.dv, T*l.nv
+	a.DQ, a.DK_, a.DV_, a.DBeta, a.DG = r.out(nq), r.out(nq), r.out(nv), r.out(nb), r.out(nb)
+	r.run(OpGDNBwd, a)
+	return gdnIn{r.get(a.DQ, nq), r.get(a.DK_, nq), r.get(a.DV_, nv), r.get(a.DBeta, nb), r.get(a.DG, nb)}
+}
+
+// naiveGDN is the recurrent form (model.md 3.5) over one sequence; S0 [nv, dk, dv] is updated in place.
+func naiveGDN(l lin, x gdnIn, T int, S []float64) []float64 {
+	o := make([]float64, T*l.nv*l.dv)
+	rep := l.nv / l.nk
+	for t := range T {
+		for h := range l.nv {
+			q, k := x.q[(t*l.nk+h/rep)*l.dk:], x.k[(t*l.nk+h/rep)*l.dk:]
+			St := S[h*l.dk*l.dv:]
+			al, be := math.Exp(x.g[t*l.nv+h]), x.beta[t*l.nv+h]
+			for j := range l.dv {
+				var r float64
+				for i := range l.dk {
+					St[i*l.dv+j] *= al
+					r += St[i*l.dv+j] * k[i]
+				}
+				d := be * (x.v[(t*l.nv+h)*l.dv+j] - r)
+				for i := range l.dk {
+					St[i*l.dv+j] += k[i] * d
+					o[(t*l.nv+h)*l.dv+j] += St[i*l.dv+j] * q[i]
+				}
+			}
+		}
+	}
+	return o
+}
+
+func (x gdnIn) rows(l lin, rows []int) gdnIn {
+	return gdnIn{split(x.q, l.nk*l.dk, rows), split(x.k, l.nk*l.dk, rows), split(x.v, l.nv*l.dv, rows), split(x.beta, l.nv, rows), split(x.g, l.nv, rows)}
+}
+
+// naiveForestGDN runs each segment's whole path as a sequence of its own.
+func naiveForestGDN(f *Forest, l lin, x gdnIn) []float64 {
+	o := make([]float64, f.NumRows*l.nv*l.dv)
+	for s := range f.NumSeg {
+		rows := path(f, s)
+		y := naiveGDN(l, x.rows(l, rows), len(rows), make([]float64, l.nv*l.dk*l.dv))
+		n := int(f.Len[s]) * l.nv * l.dv
+		copy(o[int(f.Start[s])*l.nv*l.dv:], y[len(y)-n:])
+	}
+	return o
+}
+
+// TestGDNMicro reproduces the vector of model.md 3.8 through the public op, for chunks of 1, 2 and 3 rows: the initial state is written
+// by two leading rows with orthonormal keys, the gradient of the final state enters through two trailing rows that only read.
+func TestGDNMicro(t *testing.T) {
+	l := lin{1, 2, 1, 2}
+	x := gdnIn{
+		q:    []float64{0, 0, 0, 0, .5, -.25, .1, .6, -.3, .2, 1, 0, 0, 1},
+		k:    []float64{1, 0, 0, 1, .6, .8, .8, -.6, .28, .96, 0, 0, 0, 0},
+		v:    []float64{.2, -.1, 0, .3, 1, 2, -1, .5, .25, -2, 0, 0, 0, 0},
+		beta: []float64{1, 1, .9, .5, .25, 0, 0},
+		g:    []float64{0, 0, -.1, -.5, -.05, 0, 0},
+	}
+	do := []float64{0, 0, 0, 0, 1, -1, .5, .25, -2, 1, .1, 0, -.2, .3}
+	const tol = 1e-7 // the vector has eight decimals
+	for _, dt := range []DType{F64, F32} {
+		for name, lp := range map[string][][2]int{
+			"chunks of 3": {{2, -1}, {3, 0}, {2, 1}},
+			"chunks of 2": {{2, -1}, {2, 0}, {1, 1}, {2, 2}},
+			"chunks of 1": {{2, -1}, {1, 0}, {1, 1}, {1, 2}, {2, 3}},
+			"one chunk":   {{7, -1}},
+		} {
+			t.Run(fmt.Sprintf("%v/%s", dt, name), func(t *testing.T) {
+				r := newRig(t, dt, Options{Threads: 1})
+				f := mkForest(t, nil, lp...)
+				o, states, _ := r.gdn(f, l, x, nil)
+				near(t, "O", o[4:10], []float64{.17071150, .05223696, .42603682, .54485899, .13502174, -.16100461}, tol*4)
+				near(t, "S_T", states[len(states)-4:], []float64{-.05939133, .56022554, .58602172, .03531528}, tol*4)
+				d := r.gdnBwd(f, l, x, states, do)
+				near(t, "dq", d.q[4:10], []float64{-.23923204, -.95236225, .18427694, .55134244, .67900820, -1.13672817}, tol*4)
+				near(t, "dk", d.k[4:10], []float64{-.30970096, .58351559, -.48601683, .40131432, .07129820, -.31416807}, tol*4)
+				near(t, "dv", d.v[4:10], []float64{.25240380, .04981331, .35166098, -.27525772, -.095, .099}, tol*4)
+				near(t, "dg", d.g[2:5], []float64{.28312014, .51667601, -.32184699}, tol*4)
+				near(t, "dbeta", d.beta[2:5], []float64{.35167906, -1.11889190, -1.00677570}, tol*4)
+				near(t, "dS0", d.v[:4], []float64{.56775060, -.51597531, -.39409289, .39324162}, tol*4)
+			})
+		}
+	}
+}
+
+// TestGDNChunked compares the chunked form with the recurrent one at lengths around the chunk and at extreme gates.
+func TestGDNChunked(t *testing.T) {
+	l := lin{2, 8, 4, 6}
+	for _, dt := range []DType{F64, F32} {
+		tol := 1e-12
+		if dt == F32 {
+			tol = 2e-5 // float32 sums over 129 rows with keys that repeat
+		}
+		r := newRig(t, dt, Options{Threads: 2})
+		for _, T := range []int{1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129} {
+			for _, kind := range []string{"random", "strong decay", "weak decay", "beta 0", "beta 1", "same key", "mixed decay"} {
+				g := rand.New(rand.NewPCG(uint64(T), 5))
+				x := randGDN(g, l, T)
+				for i := range x.g {
+					switch {
+					case kind == "strong decay" || kind == "mixed decay" && i/l.nv%7 == 3:
+						x.g[i] = -20
+					case kind == "weak decay" || kind == "mixed decay":
+						x.g[i] = -1e-4
+					case kind == "beta 0":
+						x.beta[i] = 1e-6
+					case kind == "beta 1":
+						x.beta[i] = 1 - 1e-6
+					case kind == "same key":
+						copy(x.k[i/l.nv*l.nk*l.dk:(i/l.nv+1)*l.nk*l.dk], x.k[:l.nk*l.dk])
+					}
+				}
+				f := mkForest(t, nil, [2]int{T, -1})
+				o, states, _ := r.gdn(f, l, x, nil)
+				S := make([]float64, l.nv*l.dk*l.dv)
+				want := naiveGDN(l, x, T, S)
+				near(t, fmt.Sprintf("%v T=%d %s: o", dt, T, kind), o, want, tol)
+				near(t, fmt.Sprintf("%v T=%d %s: state", dt, T, kind), states[len(states)-len(S):], S, tol)
+				r.free()
+			}
+		}
+	}
+}
+
+func TestGDNForest(t *testing.T) {
+	for name, lp := range forests() {
+		for _, l := range []lin{{2, 16, 4, 32}, {1, 5, 3, 7}, {1, 2, 1, 18}} {
+			t.Run(fmt.Sprintf("%s/%v", name, l), func(t *testing.T) {
+				f := mkForest(t, nil, lp...)
+				g := rand.New(rand.NewPCG(3, 4))
+				x, do := randGDN(g, l, f.NumRows), randn(g, f.NumRows*l.nv*l.dv, 1)
+				want := naiveForestGDN(f, l, x)
+				r := newRig(t, F64, Options{Threads: 2})
+				o, states, _ := r.gdn(f, l, x, nil)
+				near(t, "o", o, want, 1e-12)
+				d := r.gdnBwd(f, l, x, states, do)
+				checkSeparateGDN(t, r, f, l, x, do, d)
+				if f.NumRows < 120 {
+					checkGrads(t, []string{"q", "k", "v", "beta", "g"}, x.list(), [][]float64{do}, d.list(), func(in [][]float64) [][]float64 {
+						defer r.free()
+						o, _, _ := r.gdn(f, l, gdnOf(in), nil)
+						return [][]float64{o}
+					})
+				}
+				for _, lv := range levels() {
+					r := newRig(t, F32, Options{Threads: 2, SIMD: lv})
+					o, st, _ := r.gdn(f, l, x, nil)
+					near(t, lv+" o", o, want, 2e-5)
+					for i, got := range r.gdnBwd(f, l, x, st, do).list() {
+						near(t, lv+" d"+[]string{"q", "k", "v", "beta", "g"}[i], got, d.list()[i], 1e-4)
+					}
+				}
+			})
+		}
+	}
+}
+
+// checkSeparateGDN: every gradient of the forest is the sum over its segments of the gradient of that segment's path run alone, with
+// the output gradient on the segment's own rows.
+func checkSeparateGDN(t *testing.T, r *rig, f *Forest, l lin, x gdnIn, do []float64, d gdnIn) {
+	t.Helper()
+	sum := [][]float64{make([]float64, len(x.q)), make([]float64, len(x.k)), make([]float64, len(x.v)), make([]float64, len(x.beta)), make([]float64, len(x.g))}
+	widths := []int{l.nk * l.dk, l.nk * l.dk, l.nv * l.dv, l.nv, l.nv}
+	for s := range f.NumSeg {
+		rows := path(f, s)
+		one := mkForest(t, nil, [2]int{len(rows), -1})
+		xs, ds := x.rows(l, rows), split(do, l.nv*l.dv, rows)
+		clear(ds[:(len(rows)-int(f.Len[s]))*l.nv*l.dv])
+		_, st, _ := r.gdn(one, l, xs, nil)
+		for i, g := range r.gdnBwd(one, l, xs, st, ds).list() {
+			scatterAdd(sum[i], widths[i], rows, g)
+		}
+	}
+	for i, got := range d.list() {
+		near(t, "separate d"+[]string{"q", "k", "v", "beta", "g"}[i], got, sum[i], 1e-11)
+	}
+}
+
+// TestGDNBits: a tree's bits do not depend on the other trees, on its place among them, or on the thread count.
+func TestGDNBits(t *testing.T) {
+	l := lin{2, 16, 4, 16}
+	trees := [][][2]int{{{65, -1}, {3, 0}, {70, 0}}, {{2, -1}, {1, 0}, {5, 1}}, {{130, -1}}}
+	g := rand.New(rand.NewPCG(8, 8))
+	type item struct {
+		x  gdnIn
+		do []float64
+	}
+	var items []item
+	for _, tr := range trees {
+		f := mkForest(t, nil, tr...)
+		items = append(items, item{randGDN(g, l, f.NumRows), randn(g, f.NumRows*l.nv*l.dv, 1)})
+	}
+	for _, dt := range []DType{F32, F64} {
+		var alone [][][]float64
+		r := newRig(t, dt, Options{Threads: 1})
+		for i, tr := range trees {
+			f := mkForest(t, nil, tr...)
+			o, st, _ := r.gdn(f, l, items[i].x, nil)
+			alone = append(alone, append([][]float64{o}, r.gdnBwd(f, l, items[i].x, st, items[i].do).list()...))
+		}
+		for _, order := range [][]int{{0, 1, 2}, {2, 0, 1}, {1, 2, 0}, {1}} {
+			for _, threads := range []int{1, 2, 3} {
+				r := newRig(t, dt, Options{Threads: threads})
+				var lp [][2]int
+				in := make([][]float64, 6)
+				for _, i := range order {
+					base := len(lp)
+					for _, x := range trees[i] {
+						if x[1] >= 0 {
+							x[1] += base
+						}
+						lp = append(lp, x)
+					}
+					for j, s := range append(items[i].x.list(), items[i].do) {
+						in[j] = append(in[j], s...)
+					}
+				}
+				f := mkForest(t, nil, lp...)
+				o, st, _ := r.gdn(f, l, gdnOf(in), nil)
+				all := append([][]float64{o}, r.gdnBwd(f, l, gdnOf(in), st, in[5]).list()...)
+				for j := range all {
+					at := 0
+					for _, i := range order {
+						n := len(alone[i][j])
+						same(t, fmt.Sprintf("%v order %v threads %d output %d tree %d", dt, order, threads, j, i), all[j][at:at+n], alone[i][j])
+						at += n
+					}
+				}
+			}
+		}
+	}
+}
+
+func (r *rig) gdnStep(l lin, x gdnIn, slots []int32, rec []float64) (o, recOut []float64) {
+	B := len(slots)
+	a := &GDNStepArgs{NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), Slot: r.ints(slots),
+		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put(x.beta), G: r.put(x.g), O: r.out(B * l.nv * l.dv), RecState: r.put(rec)}
+	a.B = int64(B)
+	r.run(OpGDNStep, a)
+	return r.get(a.O, B*l.nv*l.dv), r.get(a.RecState, len(rec))
+}
+
+// TestGDNSlots: a prefill split at any points, then steps, equals the full forward; states move through slots.
+func TestGDNSlots(t *testing.T) {
+	l := lin{2, 16, 4, 20}
+	const T = 150
+	ss := l.nv * l.dk * l.dv
+	g := rand.New(rand.NewPCG(21, 2))
+	x := randGDN(g, l, T)
+	for _, dt := range []DType{F64, F32} {
+		tol := map[DType]float64{F64: 1e-12, F32: 2e-5}[dt]
+		S := make([]float64, ss)
+		want := naiveGDN(l, x, T, S)
+		for _, cuts := range [][]int{{T}, {1, T}, {64, 65, T}, {63, 100, 140}, {2, 3, 120}} {
+			r := newRig(t, dt, Options{Threads: 2})
+			rec := make([]float64, 3*ss)
+			var o []float64
+			at := 0
+			for _, c := range cuts {
+				f := mkForest(t, []int32{1}, [2]int{c - at, -1})
+				rows := make([]int, c-at)
+				for i := range rows {
+					rows[i] = at + i
+				}
+				part, _, out := r.gdn(f, l, x.rows(l, rows), rec)
+				o, rec, at = append(o, part...), out, c
+			}
+			for ; at < T; at++ {
+				part, out := r.gdnStep(l, x.rows(l, []int{at}), []int32{1}, rec)
+				o, rec = append(o, part...), out
+			}
+			near(t, fmt.Sprintf("%v cuts %v: o", dt, cuts), o, want, tol)
+			near(t, fmt.Sprintf("%v cuts %v: state", dt, cuts), rec[ss:2*ss], S, tol)
+			for _, v := range append(append([]float64{}, rec[:ss]...), rec[2*ss:]...) {
+				if v != 0 {
+					t.Fatalf("cuts %v: a slot of another sequence was written", cuts)
+				}
+			}
+		}
+	}
+}
+
+// TestGDNStepBatch: a row of a step has the same bits alone and in a batch, and copying a slot forks a sequence.
+func TestGDNStepBatch(t *testing.T) {
+	l := lin{2, 8, 4, 8}
+	const B = 9
+	ss := l.nv * l.dk * l.dv
+	g := rand.New(rand.NewPCG(2, 9))
+	x, rec := randGDN(g, l, B), randn(g, B*ss, 1)
+	slots := []int32{3, 1, 4, 0, 5, 8, 2, 6, 7}
+	r := newRig(t, F32, Options{Threads: 2})
+	o, out := r.gdnStep(l, x, slots, rec)
+	for b, s := range slots {
+		one, st := r.gdnStep(l, x.rows(l, []int{b}), []int32{0}, rec[int(s)*ss:(int(s)+1)*ss])
+		same(t, fmt.Sprintf("row %d", b), o[b*l.nv*l.dv:(b+1)*l.nv*l.dv], one)
+		same(t, fmt.Sprintf("state of row %d", b), out[int(s)*ss:(int(s)+1)*ss], st)
+	}
+}
