@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"strings"
+	"unicode/utf8"
 )
 
 // Mode says what the parser does with defects.
@@ -94,6 +95,7 @@ type Parser struct {
 	mode   Mode
 	state  state
 	buf    string          // text not yet decided on
+	tail   string          // an unfinished character
 	think  strings.Builder // whole thinking text, for calls inside it
 	opened bool            // the buffered call had its <tool_call>
 	scan   int             // in a call: where the search for the end goes on
@@ -114,14 +116,30 @@ func NewParser(mode Mode, inThink bool) *Parser {
 
 // Push adds text and returns the events that are certain by now.
 func (p *Parser) Push(text string) []Event {
-	p.buf += text
+	text = p.tail + text
+	n := len(text) - incomplete(text)
+	p.buf, p.tail = p.buf+text[:n], text[n:]
 	for p.step(false) {
 	}
 	return p.take()
 }
 
+// incomplete returns the length of the unfinished character at the end of s.
+func incomplete(s string) int {
+	for n := 1; n < utf8.UTFMax && n <= len(s); n++ {
+		if c := s[len(s)-n]; utf8.RuneStart(c) {
+			if !utf8.FullRuneInString(s[len(s)-n:]) {
+				return n
+			}
+			break
+		}
+	}
+	return 0
+}
+
 // Finish ends the turn and returns the remaining events. The parser must not be used afterwards.
 func (p *Parser) Finish() []Event {
+	p.buf, p.tail = p.buf+p.tail, ""
 	for p.step(true) {
 	}
 	if p.state == inThinking {
