@@ -352,3 +352,38 @@ func TestLedgerProperties(t *testing.T) {
 		}
 	})
 }
+
+func TestSmoke(t *testing.T) {
+	ctx := context.Background()
+	good := []string{sqlTurn("UPDATE t SET a = '1' WHERE b = '2'"), commitTurn(`["done"]`)}
+	run := func(s *Spec, outcome env.Outcome, noise bool) ([]Problem, string) {
+		n := 0
+		digest, problems, err := Smoke(ctx, func() (*Episode, error) {
+			n++
+			f := &fakeEnv{text: "Set a.", verdict: env.Verdict{Success: outcome == env.Solved, Outcome: outcome}}
+			if noise {
+				f.text += strings.Repeat("!", n)
+			}
+			return newEpisode(t, s, f), nil
+		}, good, byteCoder{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return problems, digest
+	}
+	guard := specWith(t, "[[edits.ops]]\nslot = \"guard\"\nid = \"g\"\non = \"dml\"\naction = \"block_once\"\ntext = \"WAIT\"\n")
+	stuck := specWith(t, "[[edits.ops]]\nslot = \"budget\"\nop = \"reserve\"\nsteps = 6\nrestrict = true\ntext = \"no\"\n")
+	a, da := run(starterPool(t).Original(), env.Solved, false)
+	b, db := run(guard, env.Solved, false)
+	if len(a)+len(b) > 0 || da == db {
+		t.Errorf("original %v, guard %v, equal digests %v", a, b, da == db)
+	}
+	for want, got := range map[string]func() ([]Problem, string){
+		"protocol":    func() ([]Problem, string) { return run(stuck, env.Solved, false) },
+		"determinism": func() ([]Problem, string) { return run(guard, env.Solved, true) },
+	} {
+		if p, _ := got(); len(p) != 1 || p[0].Check != want {
+			t.Errorf("%v, want one problem of %s", p, want)
+		}
+	}
+}

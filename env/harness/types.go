@@ -1,6 +1,9 @@
 package harness
 
 import (
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"time"
@@ -195,3 +198,21 @@ type Error struct {
 
 func (e *Error) Error() string { return e.Op + ": " + e.Err.Error() }
 func (e *Error) Unwrap() error { return e.Err }
+
+// Digest is the SHA-256 of the ledger: ids, producers and turns of every
+// segment. Log-probs are left out, so it compares contexts, not samplers.
+func (t *Trajectory) Digest() string {
+	h := sha256.New()
+	var b []byte
+	for i := range t.Segments {
+		s := &t.Segments[i]
+		b = binary.LittleEndian.AppendUint32(b[:0], uint32(len(s.IDs)))
+		for j := range s.IDs {
+			b = binary.LittleEndian.AppendUint32(b, uint32(s.IDs[j]))
+			b = append(b, byte(s.Kind[j]))
+			b = binary.LittleEndian.AppendUint32(b, uint32(s.Turn[j]))
+		}
+		h.Write(b)
+	}
+	return hex.EncodeToString(h.Sum(nil))
+}
