@@ -223,7 +223,7 @@ func refuse(query string, inProcess bool) (e *mysql.MySQLError, multi bool) {
 		return sqlError(1153, "08S01", "Got a packet bigger than 'max_allowed_packet' bytes"), false
 	}
 	toks := embedded.Scan(query)
-	if len(toks) == 0 {
+	if len(toks) == 0 || toks[0].Kind == embedded.Punct && toks[0].Text == ";" {
 		return sqlError(1065, "42000", "Query was empty"), false
 	}
 	for i, t := range toks {
@@ -237,6 +237,9 @@ func refuse(query string, inProcess bool) (e *mysql.MySQLError, multi bool) {
 			return syntaxError(query, toks[i+1].Pos), true
 		}
 	}
+	if inProcess && (len(toks) > maxTokens || nesting(toks) > maxNesting) {
+		return sqlError(1436, "HY000", "Thread stack overrun: the statement has too many or too deeply nested terms"), false
+	}
 	if inProcess {
 		var my *mysql.MySQLError
 		if errors.As(embedded.Refuse(query), &my) {
@@ -244,6 +247,27 @@ func refuse(query string, inProcess bool) (e *mysql.MySQLError, multi bool) {
 		}
 	}
 	return nil, false
+}
+
+// Planning on the embedded engine recurses over the syntax tree and cannot be
+// killed; these bounds keep it well under a second.
+const (
+	maxTokens  = 10000
+	maxNesting = 200
+)
+
+func nesting(toks []embedded.Token) int {
+	depth, most := 0, 0
+	for _, t := range toks {
+		switch {
+		case t.Kind == embedded.Punct && t.Text == "(", t.Is("CASE"):
+			depth++
+		case t.Kind == embedded.Punct && t.Text == ")", t.Is("END"):
+			depth--
+		}
+		most = max(most, depth)
+	}
+	return most
 }
 
 // compound reports a CREATE whose body may hold semicolons.

@@ -47,7 +47,7 @@ func (l *ledger) observe(query string, s shown) map[string]any {
 	toks := embedded.Scan(query)
 	f := tokenFacts(toks)
 	var tables []string
-	if len(query) <= maxParsed {
+	if len(query) <= maxParsed && len(toks) <= maxTokens {
 		if stmt, err := sqlparser.Parse(query); err == nil {
 			p := parseFacts(stmt)
 			p.fill(f)
