@@ -127,8 +127,21 @@ func (c *Checkpoints) Save(s Snapshot) (string, error) {
 	if err := c.publish(tmp, dst); err != nil {
 		return fail(err)
 	}
+	if err := c.link(filepath.Base(dst)); err != nil {
+		c.warn(err)
+	}
 	c.prune()
 	return dst, nil
+}
+
+// link points latest at a step, for people and scripts; the loader never reads it.
+func (c *Checkpoints) link(name string) error {
+	tmp := filepath.Join(c.dir, tempMark+"latest")
+	err := errors.Join(ignoreMissing(os.Remove(tmp)), os.Symlink(name, tmp), os.Rename(tmp, filepath.Join(c.dir, "latest")))
+	if err != nil {
+		return fmt.Errorf("link latest checkpoint: %w", err)
+	}
+	return nil
 }
 
 // publish renames tmp to dst. A folder already there (a step saved twice after a
@@ -191,6 +204,30 @@ func (c *Checkpoints) sweep() error {
 func (c *Checkpoints) Recover() error {
 	if err := c.sweep(); err != nil {
 		return fmt.Errorf("recover checkpoints: %w", err)
+	}
+	return nil
+}
+
+// DropAfter removes every checkpoint past step, complete or not: a run that goes
+// on from an earlier step makes them again, and must not find them meanwhile.
+func (c *Checkpoints) DropAfter(step int) error {
+	entries, err := os.ReadDir(c.dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("drop checkpoints after step %d: %w", step, err)
+	}
+	for _, e := range entries {
+		if n, ok := stepOf(e.Name()); ok && n > step {
+			gone := filepath.Join(c.dir, tempMark+"prune-"+e.Name())
+			if err := errors.Join(c.fs.Rename(filepath.Join(c.dir, e.Name()), gone), c.fs.RemoveAll(gone)); err != nil {
+				return fmt.Errorf("drop checkpoints after step %d: %w", step, err)
+			}
+		}
+	}
+	if steps, err := c.List(); err == nil && len(steps) > 0 {
+		return c.link(stepName(steps[len(steps)-1]))
 	}
 	return nil
 }

@@ -131,6 +131,23 @@ func TestClipLossGolden(t *testing.T) {
 	}
 }
 
+// The log-ratio is clamped at 20 before exp, so nothing flows back beyond it.
+func TestClampedRatioHasNoGradient(t *testing.T) {
+	c := Defaults().GRPO
+	c.OldLogProbs, c.DualClip = "trainer", 0
+	l, err := NewLoss(c, []LossSeq{{Advantage: -1, Sampler: []float32{-30, -30}, Old: []float32{-30, -30}}, {Reward: 1, Advantage: 1, Sampler: []float32{-1}, Old: []float32{-1}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := l.Coefficients(0, 0, []float32{-1, -29}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if g.DLogP[0] != 0 || math.Abs(float64(g.DLogP[1])-math.E/3) > 1e-6 {
+		t.Errorf("%v", g.DLogP)
+	}
+}
+
 // Golden value of method.md 3.7: two live tokens of loss 1, eight of loss -1.
 // With ratio 1 the loss of a token is minus its advantage.
 func TestAggregationGolden(t *testing.T) {

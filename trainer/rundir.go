@@ -120,7 +120,8 @@ func OpenRun(root, name string, now time.Time) (*RunDir, error) {
 }
 
 // BeginResume records a new attempt that goes on after step and drops every
-// record past it: metrics, events, decisions, rollouts, evaluations, evidence.
+// record past it: metrics, events, decisions, rollouts, evaluations, evidence
+// versions and checkpoints.
 func (r *RunDir) BeginResume(step int, now time.Time) error {
 	for _, name := range []string{"metrics.jsonl", "events.jsonl", "router/decisions.jsonl"} {
 		if err := truncateJSONL(r.Path(name), step); err != nil {
@@ -140,7 +141,39 @@ func (r *RunDir) BeginResume(step int, now time.Time) error {
 			}
 		}
 	}
+	if err := r.dropEvidence(step); err != nil {
+		return fmt.Errorf("resume run: %w", err)
+	}
+	if err := NewCheckpoints(r.Path("checkpoints"), 1, 0, nil).DropAfter(step); err != nil {
+		return fmt.Errorf("resume run: %w", err)
+	}
 	return r.startAttempt(now, step)
+}
+
+// dropEvidence removes evidence versions that were built after step.
+func (r *RunDir) dropEvidence(step int) error {
+	names, err := filepath.Glob(r.Path("evidence", "*.json"))
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		b, err := os.ReadFile(name)
+		if err != nil {
+			return err
+		}
+		var at struct {
+			Step int `json:"step"`
+		}
+		if err := json.Unmarshal(b, &at); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		if at.Step > step {
+			if err := os.Remove(name); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // stepOf reads the number of step_000120.jsonl.zst and the like.

@@ -145,6 +145,15 @@ func TestResumeTruncatesRecords(t *testing.T) {
 	if err := r.WriteJSON("evals/step_000008.json", 1); err != nil {
 		t.Fatal(err)
 	}
+	for v, step := range []int{0, 6, 7} {
+		if err := r.WriteJSON(fmt.Sprintf("evidence/v%03d.json", v), map[string]int{"step": step}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ck := r.Checkpoints(SaveConfig{Keep: 9}, nil)
+	for _, step := range []int{3, 6, 9} {
+		save(t, ck, step, "x")
+	}
 	cut, err := os.OpenFile(r.Path("metrics.jsonl"), os.O_APPEND|os.O_WRONLY, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -177,6 +186,15 @@ func TestResumeTruncatesRecords(t *testing.T) {
 	}
 	if _, err := os.Stat(r.Path("evals", "step_000008.json")); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("evaluation past the step: %v", err)
+	}
+	if names, err := filepath.Glob(r.Path("evidence", "*")); err != nil || len(names) != 2 {
+		t.Errorf("evidence %v %v", names, err)
+	}
+	if steps, err := ck.List(); err != nil || !cmp.Equal(steps, []int{3, 6}) {
+		t.Errorf("checkpoints %v %v", steps, err)
+	}
+	if to, err := os.Readlink(r.Path("checkpoints", "latest")); err != nil || to != "step_000006" {
+		t.Errorf("latest checkpoint %q %v", to, err)
 	}
 	var lines []string
 	if err := ReadRollouts(r.Dir(), 6, func(l []byte) error { lines = append(lines, string(l)); return nil }); err != nil {
