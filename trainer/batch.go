@@ -3,6 +3,7 @@ package trainer
 import (
 	"fmt"
 	"slices"
+	"sort"
 
 	"harness-s/env/harness"
 	"harness-s/model"
@@ -194,59 +195,34 @@ func (b *microbatch) finish() {
 	b.Rows, b.Targets, b.at = rows, targets, at
 }
 
-// pack turns groups of trajectories into microbatches of at most maxRows rows and
-// maxTargets pairs, in order. units[g][i] are the sequences of one trajectory,
-// which stay together. A group that does not fit into what is left of a
-// microbatch starts the next one; one that is too large for any is cut between
-// trajectories and shares within each part.
-func pack(units [][][]sequence, maxRows, maxTargets int) ([]*microbatch, error) {
+// pack turns trajectories into microbatches of at most maxRows rows and
+// maxTargets pairs, in order; units[i] are the sequences of one trajectory, which
+// stay together. Whatever the members of a microbatch have in common is computed
+// once: the prompt of a group above all, and what groups share of it.
+func pack(units [][]sequence, maxRows, maxTargets int) ([]*microbatch, error) {
 	var out []*microbatch
-	var cur *microbatch
-	fits := func(t *tree) bool {
-		rows, pairs := 0, 0
-		if cur != nil {
-			rows, pairs = len(cur.IDs), len(cur.Rows)
+	for len(units) > 0 {
+		over := func(n int) bool { t := build(units[:n]); return t.rows > maxRows || t.pairs > maxTargets }
+		// Both counts grow with n, so the largest n that fits is found by halving.
+		n := sort.Search(len(units), func(n int) bool { return over(n + 1) })
+		if n == 0 {
+			t := build(units[:1])
+			return nil, hinted("pack batch", "lower model.max_len or rollout.max_turns, or raise the rows of a microbatch",
+				"one trajectory has %d rows and %d targets, a microbatch holds %d and %d", t.rows, t.pairs, maxRows, maxTargets)
 		}
-		return rows+t.rows <= maxRows && pairs+t.pairs <= maxTargets
-	}
-	add := func(t *tree) {
-		if t.rows == 0 {
-			return
+		b := &microbatch{}
+		build(units[:n]).layout(b)
+		if b.finish(); len(b.at) > 0 {
+			out = append(out, b)
 		}
-		if !fits(t) {
-			cur = nil
-		}
-		if cur == nil {
-			cur = &microbatch{}
-			out = append(out, cur)
-		}
-		t.layout(cur)
-	}
-	for _, group := range units {
-		for len(group) > 0 {
-			n := len(group)
-			t := build(group)
-			for n > 1 && (t.rows > maxRows || t.pairs > maxTargets) {
-				n--
-				t = build(group[:n])
-			}
-			if t.rows > maxRows || t.pairs > maxTargets {
-				return nil, hinted("pack batch", "lower model.max_len or rollout.max_turns, or raise the rows of a microbatch",
-					"one trajectory has %d rows and %d targets, a microbatch holds %d and %d", t.rows, t.pairs, maxRows, maxTargets)
-			}
-			add(t)
-			group = group[n:]
-		}
-	}
-	for _, b := range out {
-		b.finish()
+		units = units[n:]
 	}
 	return out, nil
 }
 
-func build(group [][]sequence) *tree {
+func build(units [][]sequence) *tree {
 	t := &tree{}
-	for _, unit := range group {
+	for _, unit := range units {
 		for _, q := range unit {
 			t.insert(q)
 		}
@@ -254,7 +230,7 @@ func build(group [][]sequence) *tree {
 	return t
 }
 
-// check asserts that every token of every trajectory is the target of exactly one
+// checkPacked asserts that every token of every trajectory is the target of exactly one
 // pair, and predicted by the row of the token before it.
 func checkPacked(bs []*microbatch, counts []int) error {
 	seen := make([][]bool, len(counts))

@@ -75,7 +75,7 @@ func fill(r *Record, t *totals, groups []*Group, u updateStats, cfg Config) {
 		if wins > 0 {
 			solvedTasks++
 		}
-		if g.Kind == Kept && Contrast(members(g.Base)) {
+		if g.Kind == Kept && Contrast(membersOf(g.Base)) {
 			mixed++
 		}
 		if g.Kind == Rescued && g.Drop == DropNone {
@@ -331,7 +331,7 @@ const kindLetters = "tsuoph"
 func rolloutRecords(groups []*Group, cfg Config, pool string, evidence int) []any {
 	var out []any
 	for _, g := range groups {
-		adv := Advantages(members(g.Members()), cfg.GRPO.Normalize)
+		adv := Advantages(membersOf(g.Members()), cfg.GRPO.Normalize)
 		for i := range len(g.Base) + len(g.Rescue) {
 			a, member := &g.Base[min(i, len(g.Base)-1)], i
 			in := g.Rescue == nil

@@ -90,7 +90,7 @@ func (c *collector) group(ctx context.Context, index int, task env.TaskRef) (*Gr
 	if err != nil {
 		return nil, err
 	}
-	g.Kind = Classify(members(g.Base), n)
+	g.Kind = Classify(membersOf(g.Base), n)
 	if g.Kind != AllFail || c.mode == "off" {
 		return g, nil
 	}
@@ -103,7 +103,7 @@ func (c *collector) group(ctx context.Context, index int, task env.TaskRef) (*Gr
 	if err != nil {
 		return nil, err
 	}
-	g.Kind = ClassifyRescue(members(g.Rescue), c.r.cfg.Rescue.MinGroup)
+	g.Kind = ClassifyRescue(membersOf(g.Rescue), c.r.cfg.Rescue.MinGroup)
 	return g, nil
 }
 

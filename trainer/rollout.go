@@ -66,7 +66,7 @@ func (a *Attempt) Truncated() bool {
 	return a.Outcome == env.StepLimit || a.Outcome == env.ContextLimit || a.Outcome == env.Timeout
 }
 
-func members(as []Attempt) []Member {
+func membersOf(as []Attempt) []Member {
 	ms := make([]Member, len(as))
 	for i := range as {
 		ms[i] = as[i].Member()
@@ -302,7 +302,7 @@ func (e *episode) open(ctx context.Context, try int) error {
 	e.live.set(stateHarness, 0)
 	return e.call(ctx, c.StepTimeout.D(), func(context.Context) (err error) {
 		e.ep, err = harness.NewEpisode(harness.Config{
-			Spec: o.spec, Attempt: watched{att, e.live}, Task: o.task,
+			Spec: o.spec, Attempt: watched{att, e.live, c.VerifierTimeout.D()}, Task: o.task,
 			Encoder: e.r.d.Tokens, Decode: e.r.d.Tokens.Decode, Renderer: e.r.d.Renderer, Stop: e.r.d.Stop,
 			MaxTurns: c.MaxTurns, MaxNew: c.MaxNew, MaxContext: e.r.cfg.Model.MaxLen,
 			Key: o.key(), StepTimeout: c.StepTimeout.D(), Demos: e.r.d.Demos,
@@ -424,7 +424,8 @@ func (e *episode) close(ctx context.Context) {
 // attempt is doing.
 type watched struct {
 	env.Attempt
-	l *live
+	l       *live
+	grading time.Duration
 }
 
 func (w watched) Step(ctx context.Context, a env.Action) (env.Step, error) {
@@ -438,6 +439,8 @@ func (w watched) Step(ctx context.Context, a env.Action) (env.Step, error) {
 
 func (w watched) Grade(ctx context.Context) (env.Verdict, error) {
 	w.l.enter(stateGrade)
+	ctx, cancel := context.WithTimeout(ctx, w.grading)
+	defer cancel()
 	v, err := w.Attempt.Grade(ctx)
 	if err == nil {
 		w.l.enter(stateHarness)

@@ -39,10 +39,10 @@ type optimBatch struct {
 // with their reason (R11, R18).
 func prepare(cfg Config, groups []*Group, maxRows, maxTargets int) (*optimBatch, error) {
 	b := &optimBatch{}
-	var units [][][]sequence
+	var units [][]sequence
 	var counts []int
 	for _, g := range groups {
-		ms := members(g.Members())
+		ms := membersOf(g.Members())
 		g.Drop = DropOf(ms, cfg.Rescue.MinGroup)
 		if g.Kind == AllFail || g.Kind == Incomplete || g.Kind == RescueIncomplete {
 			g.Drop = DropIncomplete
@@ -57,7 +57,6 @@ func prepare(cfg Config, groups []*Group, maxRows, maxTargets int) (*optimBatch,
 		if err := checkAdvantages(ms, adv); err != nil {
 			return nil, fmt.Errorf("step %d, task %s: %w", g.Step, g.Task.ID, err)
 		}
-		var unit [][]sequence
 		for i := range ms {
 			if !ms[i].Valid {
 				continue
@@ -69,9 +68,8 @@ func prepare(cfg Config, groups []*Group, maxRows, maxTargets int) (*optimBatch,
 				Sampler: cols.logProb, Turn: cols.turn, Truncated: a.Truncated(),
 			})
 			counts = append(counts, len(cols.logProb))
-			unit = append(unit, seqs)
+			units = append(units, seqs)
 		}
-		units = append(units, unit)
 		b.groups = append(b.groups, g)
 	}
 	var err error
