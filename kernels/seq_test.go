@@ -190,7 +190,7 @@ func randn(g *rand.Rand, n int, scale float64) []float64 {
 	return xs
 }
 
-// relErr is the norm of the difference over the norm of want; the floor of 0.01 per element serves gradients that vanish exactly.
+// relErr is the norm of the difference over the norm of want; the floor of 0.1 per element serves gradients that vanish exactly.
 func relErr(got, want []float64) float64 {
 	var d, w float64
 	for i := range want {
@@ -201,7 +201,7 @@ func relErr(got, want []float64) float64 {
 	if math.IsNaN(d) {
 		return math.Inf(1)
 	}
-	return math.Sqrt(d) / (math.Sqrt(w) + 0.01*math.Sqrt(float64(len(want))) + 1e-300)
+	return math.Sqrt(d) / (math.Sqrt(w) + 0.1*math.Sqrt(float64(len(want))) + 1e-300)
 }
 
 func near(t testing.TB, what string, got, want []float64, tol float64) {
