@@ -1,0 +1,352 @@
+// Package kernels owns device memory and runs fused numeric ops on it.
+//
+// A Device pairs a driver (memory and copies) with a table of native functions (abi.h); "cpu" is linked in, "null" accepts every op
+// and computes nothing, so that plans can be tested without memory. Ops are plain argument structs (ops.go) run on a Stream, whose
+// first failure sticks and comes back from Sync. A packed batch of sequences that share prefixes is a Forest.
+//
+// The package must never know what a model, a token or a reward is: it sees addresses, sizes and flags. Every op's result for a row
+// has the same bits whatever the batch, the row's place in it and the number of threads.
+//
+// Start from Open, Stream and abi.h.
+package kernels
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"sync"
+	"unsafe"
+)
+
+// ErrNoDevice is wrapped by Open's error when this build or machine cannot serve the device asked for.
+var ErrNoDevice = errors.New("no such device")
+
+// Error is a failure that the user can fix; Hint says how.
+type Error struct {
+	Op   string
+	Err  error
+	Hint string
+}
+
+func (e *Error) Error() string { return e.Op + ": " + e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e *Error) Unwrap() error { return e.Err }
+
+// Options configure Open. The settings of the cpu table hold for the process: the last Open wins. They never change results,
+// except SIMD and Gemm, which choose between differently rounded arithmetics.
+type Options struct {
+	Threads int    // 0 = all CPUs, at most 64
+	SIMD    string // "" or "auto", "avx512", "avx2", "scalar"
+	Gemm    string // "" or "own", "openblas"
+}
+
+// Ptr is a device address; 0 means absent.
+type Ptr uint64
+
+// Info describes an open device.
+type Info struct {
+	Name     string // as given to Open
+	Backend  string // name of the table: "cpu" or "null"
+	Build    string // compiler, SIMD level, matrix product in use
+	Threads  int
+	MemTotal int64 // bytes; 0 when unknown
+}
+
+// LedgerLine is the live memory under one label and the most it has been.
+type LedgerLine struct {
+	Label             string
+	Bytes, PeakBytes  int64
+	Buffers, NumAlloc int
+}
+
+// driver is what differs between kinds of memory and tables. Copies and ops may be called from one goroutine per stream at a time.
+type driver interface {
+	info() Info
+	alloc(bytes int64) (Ptr, error) // 64-byte aligned, zeroed
+	free(p Ptr, bytes int64)
+	newStream() uintptr
+	freeStream(h uintptr)
+	run(h uintptr, op Op, args unsafe.Pointer) error
+	workspace(op Op, args unsafe.Pointer) int64
+	copyIn(dst Ptr, src unsafe.Pointer, n int64)
+	copyOut(dst unsafe.Pointer, src Ptr, n int64)
+	fill(dst Ptr, n int64, v byte)
+}
+
+// Device is an open device. Its methods are safe for concurrent use.
+type Device struct {
+	drv driver
+
+	mu     sync.Mutex
+	live   map[*Buffer]struct{}
+	ledger map[string]*LedgerLine
+	total  LedgerLine
+}
+
+// Open opens "cpu", "null", "emu" or "cuda:N". What this build or machine cannot serve is an *Error that wraps ErrNoDevice.
+func Open(name string, o Options) (*Device, error) {
+	var drv driver
+	var err error
+	switch {
+	case name == "cpu":
+		drv, err = openHost(o)
+	case name == "null":
+		drv = &nullDriver{}
+	case name == "emu" || strings.HasPrefix(name, "cuda"):
+		drv, err = openCUDA(name)
+	default:
+		err = &Error{Op: "open device", Err: fmt.Errorf("%q: %w", name, ErrNoDevice), Hint: `devices are "cpu", "null", "emu" and "cuda:N"`}
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &Device{drv: drv, live: map[*Buffer]struct{}{}, ledger: map[string]*LedgerLine{}, total: LedgerLine{Label: "total"}}, nil
+}
+
+// Info describes the device.
+func (d *Device) Info() Info { return d.drv.info() }
+
+// Buffer is a block of device memory. It is never visible to the Go collector: Free it.
+type Buffer struct {
+	dev   *Device
+	ptr   Ptr
+	bytes int64
+	label string
+}
+
+// Alloc returns bytes of zeroed, 64-byte aligned memory, entered under label in the ledger.
+func (d *Device) Alloc(bytes int64, label string) (*Buffer, error) {
+	if bytes <= 0 {
+		return nil, fmt.Errorf("allocate %q: %d bytes, need at least 1", label, bytes)
+	}
+	p, err := d.drv.alloc(bytes)
+	if err != nil {
+		return nil, fmt.Errorf("allocate %q: %w", label, err)
+	}
+	b := &Buffer{dev: d, ptr: p, bytes: bytes, label: label}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.live[b] = struct{}{}
+	line := d.ledger[label]
+	if line == nil {
+		line = &LedgerLine{Label: label}
+		d.ledger[label] = line
+	}
+	for _, l := range []*LedgerLine{line, &d.total} {
+		l.Bytes += bytes
+		l.PeakBytes = max(l.PeakBytes, l.Bytes)
+		l.Buffers++
+		l.NumAlloc++
+	}
+	return b, nil
+}
+
+// Ptr is the address of the first byte.
+func (b *Buffer) Ptr() Ptr { return b.ptr }
+
+// At is the address off bytes into the buffer; an offset outside it panics.
+func (b *Buffer) At(off int64) Ptr {
+	if off < 0 || off > b.bytes {
+		panic(fmt.Sprintf("kernels: offset %d outside the %d bytes of %q", off, b.bytes, b.label))
+	}
+	return b.ptr + Ptr(off)
+}
+
+// Bytes is the size asked for.
+func (b *Buffer) Bytes() int64 { return b.bytes }
+
+// Free gives the memory back; further calls, and calls on a nil buffer, do nothing.
+func (b *Buffer) Free() {
+	if b == nil {
+		return
+	}
+	d := b.dev
+	d.mu.Lock()
+	_, ok := d.live[b]
+	if ok {
+		delete(d.live, b)
+		for _, l := range []*LedgerLine{d.ledger[b.label], &d.total} {
+			l.Bytes -= b.bytes
+			l.Buffers--
+		}
+	}
+	d.mu.Unlock()
+	if ok {
+		d.drv.free(b.ptr, b.bytes)
+	}
+}
+
+// Ledger lists memory by label, most live bytes first, and a last line "total" whose PeakBytes is the peak of the sum.
+func (d *Device) Ledger() []LedgerLine {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var out []LedgerLine
+	for _, l := range d.ledger {
+		out = append(out, *l)
+	}
+	slices.SortFunc(out, func(a, b LedgerLine) int {
+		if a.Bytes != b.Bytes {
+			return int(math.Copysign(1, float64(b.Bytes-a.Bytes)))
+		}
+		return strings.Compare(a.Label, b.Label)
+	})
+	return append(out, d.total)
+}
+
+// Close reports buffers that were not freed, by label; the device must not be used afterwards.
+func (d *Device) Close() error {
+	var leaks []string
+	for _, l := range d.Ledger() {
+		if l.Buffers > 0 && l.Label != "total" {
+			leaks = append(leaks, fmt.Sprintf("%d x %q (%d bytes)", l.Buffers, l.Label, l.Bytes))
+		}
+	}
+	if leaks != nil {
+		return fmt.Errorf("close device: not freed: %s", strings.Join(leaks, ", "))
+	}
+	return nil
+}
+
+// Workspace is the number of bytes of WS that running op with these args needs; pointers in args may be 0. Args that the op would
+// refuse may answer 0: Run then reports what is wrong.
+func (d *Device) Workspace(op Op, args unsafe.Pointer) int64 { return d.drv.workspace(op, args) }
+
+// Stream runs ops in order. The first failure sticks: later calls do nothing, Err and Sync return it. One goroutine at a time.
+// On the cpu every call is complete when it returns.
+type Stream struct {
+	drv driver
+	h   uintptr
+	err error
+}
+
+// NewStream returns an idle stream.
+func (d *Device) NewStream() *Stream { return &Stream{drv: d.drv, h: d.drv.newStream()} }
+
+// Close releases the stream.
+func (s *Stream) Close() {
+	if s != nil && s.h != 0 {
+		s.drv.freeStream(s.h)
+		s.h = 0
+	}
+}
+
+// Err is the first failure so far.
+func (s *Stream) Err() error { return s.err }
+
+// Sync waits for everything issued so far and returns the first failure; the stream stays failed.
+func (s *Stream) Sync() error { return s.err }
+
+// Fail makes err the stream's failure unless it already has one or err is nil.
+func (s *Stream) Fail(err error) {
+	if s.err == nil {
+		s.err = err
+	}
+}
+
+// Run runs one op; args points at the op's argument struct. The typed methods in ops.go are the usual way in.
+func (s *Stream) Run(op Op, args unsafe.Pointer) {
+	if s.err == nil {
+		s.err = s.drv.run(s.h, op, args)
+	}
+}
+
+// Fill sets n bytes at dst to v.
+func (s *Stream) Fill(dst Ptr, n int64, v byte) {
+	if s.ready("fill", dst, n) {
+		s.drv.fill(dst, n, v)
+	}
+}
+
+// Upload copies src to the device.
+func (s *Stream) Upload(dst Ptr, src []byte) { upload(s, dst, src) }
+
+// UploadF32 copies float32 values to the device.
+func (s *Stream) UploadF32(dst Ptr, src []float32) { upload(s, dst, src) }
+
+// UploadF64 copies float64 values to the device.
+func (s *Stream) UploadF64(dst Ptr, src []float64) { upload(s, dst, src) }
+
+// UploadI32 copies int32 values to the device.
+func (s *Stream) UploadI32(dst Ptr, src []int32) { upload(s, dst, src) }
+
+// UploadSampleRows copies sampling parameters to the device.
+func (s *Stream) UploadSampleRows(dst Ptr, src []SampleRow) { upload(s, dst, src) }
+
+// Download copies len(dst) bytes from the device; after a failure dst is left alone.
+func (s *Stream) Download(dst []byte, src Ptr) { download(s, dst, src) }
+
+// DownloadF32 copies float32 values from the device.
+func (s *Stream) DownloadF32(dst []float32, src Ptr) { download(s, dst, src) }
+
+// DownloadF64 copies float64 values from the device.
+func (s *Stream) DownloadF64(dst []float64, src Ptr) { download(s, dst, src) }
+
+// DownloadI32 copies int32 values from the device.
+func (s *Stream) DownloadI32(dst []int32, src Ptr) { download(s, dst, src) }
+
+// UploadReal converts src to dtype (F32, F64 or BF16) and copies it to the device.
+func (s *Stream) UploadReal(dst Ptr, src []float32, t DType) {
+	switch t {
+	case F32:
+		s.UploadF32(dst, src)
+	case F64:
+		wide := make([]float64, len(src))
+		for i, x := range src {
+			wide[i] = float64(x)
+		}
+		s.UploadF64(dst, wide)
+	case BF16:
+		b := make([]byte, 2*len(src))
+		ToBF16s(b, src)
+		s.Upload(dst, b)
+	default:
+		s.Fail(fmt.Errorf("upload: dtype %v holds no reals", t))
+	}
+}
+
+// DownloadReal copies len(dst) values of dtype F32, F64 or BF16 from the device, as float32.
+func (s *Stream) DownloadReal(dst []float32, src Ptr, t DType) {
+	switch t {
+	case F32:
+		s.DownloadF32(dst, src)
+	case F64:
+		wide := make([]float64, len(dst))
+		s.DownloadF64(wide, src)
+		for i, x := range wide {
+			dst[i] = float32(x)
+		}
+	case BF16:
+		b := make([]byte, 2*len(dst))
+		s.Download(b, src)
+		FromBF16s(dst, b)
+	default:
+		s.Fail(fmt.Errorf("download: dtype %v holds no reals", t))
+	}
+}
+
+func upload[T any](s *Stream, dst Ptr, src []T) {
+	if n := int64(len(src)) * int64(unsafe.Sizeof(*new(T))); s.ready("upload", dst, n) {
+		s.drv.copyIn(dst, unsafe.Pointer(unsafe.SliceData(src)), n)
+	}
+}
+
+func download[T any](s *Stream, dst []T, src Ptr) {
+	if n := int64(len(dst)) * int64(unsafe.Sizeof(*new(T))); s.ready("download", src, n) {
+		s.drv.copyOut(unsafe.Pointer(unsafe.SliceData(dst)), src, n)
+	}
+}
+
+// ready says whether a copy of n bytes at p should go ahead, and records what is wrong with it.
+func (s *Stream) ready(what string, p Ptr, n int64) bool {
+	if s.err != nil || n == 0 {
+		return false
+	}
+	if p == 0 || n < 0 {
+		s.err = fmt.Errorf("%s: %d bytes at address %#x", what, n, uint64(p))
+		return false
+	}
+	return true
+}
