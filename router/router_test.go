@@ -13,6 +13,7 @@ import (
 	"pgregory.net/rapid"
 
 	"harness-s/env"
+	"harness-s/env/harness"
 )
 
 func pool(n int) []Candidate {
@@ -21,6 +22,27 @@ func pool(n int) []Candidate {
 		cs = append(cs, Candidate{ID: fmt.Sprintf("h%02d", i+1)})
 	}
 	return cs
+}
+
+func TestFromPool(t *testing.T) {
+	p, err := harness.StarterPool("dbbench")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cs := FromPool(p)
+	if len(cs) != 20 || !cs[0].Original || cs[0].ID != p.Original().ID() {
+		t.Fatalf("%d candidates, first %+v", len(cs), cs[0])
+	}
+	r := Router{PoolDigest: p.Digest(), Pool: cs}
+	d, err := r.Select(context.Background(), Query{TaskID: "x", Purpose: Rescue}, NewEvidence(p.Digest(), cs[0].ID, false).View(), 8)
+	if err != nil || slices.Contains(d.Chosen, cs[0].ID) {
+		t.Errorf("%v %v", d.Chosen, err)
+	}
+	for _, id := range d.Chosen {
+		if p.Get(id) == nil {
+			t.Errorf("chose %s, which the pool does not have", id)
+		}
+	}
 }
 
 // TestRuleByHand recomputes method.md 6.3 on two tasks with exactly known

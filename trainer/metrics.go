@@ -321,7 +321,8 @@ func (r *Record) Line() string {
 	add("reward ", r.Reward.Mean, frac)
 	add("live ", r.Group.Live, func(v float64) string { return whole(v) + "/" + whole(r.Group.Total) })
 	add("pass ", r.Group.AllPass, whole)
-	add("fail ", r.Group.AllFail, whole)
+	// What stayed all-fail: rescued groups moved to live or pass, incomplete ones to void.
+	add("fail ", r.Group.AllFail-orZero(r.Group.Rescued)-orZero(r.Group.RescueIncomplete), whole)
 	add("resc ", r.Rescue.Groups, func(v float64) string { return whole(v) + "→" + whole(orZero(r.Group.Rescued)) })
 	add("void ", nanIfZero(orZero(r.Group.Incomplete)+orZero(r.Group.RescueIncomplete)), whole)
 	add("adv≠0 ", r.Adv.NonZero, func(v float64) string { return whole(v) + "/" + whole(r.Adv.Total) })

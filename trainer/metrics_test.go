@@ -17,8 +17,8 @@ import (
 // exampleRecord has the numbers of the step line in design.md 13.
 func exampleRecord() *Record {
 	r := NewRecord(120, 600)
-	r.Reward.Mean, r.Group.Live, r.Group.Total, r.Group.AllPass, r.Group.AllFail = 0.41, 11, 16, 3, 2
-	r.Rescue.Groups, r.Group.Rescued, r.Adv.NonZero, r.Adv.Total, r.Tokens.Trained = 3, 2, 176, 256, 41200
+	r.Reward.Mean, r.Group.Live, r.Group.Total, r.Group.AllPass, r.Group.AllFail = 0.41, 11, 16, 3, 4
+	r.Rescue.Groups, r.Group.Rescued, r.Adv.NonZero, r.Adv.Total, r.Tokens.Trained = 4, 2, 176, 256, 41200
 	r.Grad.Norm, r.Gap.Mean, r.Entropy.Mean, r.KL.Old, r.Optim.LR = 0.42, 3e-4, 0.83, 1.2e-4, 1e-6
 	r.Time.Total, r.Time.Gen, r.Time.Env, r.Time.Rescue, r.Time.Update = 84.2, 61, 9.4, 7, 12
 	r.Perf.Decode, r.Perf.MFU, r.Mem.Peak = 5100, 0.31, 118<<30
@@ -26,7 +26,7 @@ func exampleRecord() *Record {
 }
 
 func TestStepLine(t *testing.T) {
-	want := "step 120/600  reward .41  live 11/16  pass 3  fail 2  resc 3→2  adv≠0 176/256  tok 41.2k  |g| .42  gap 3e-4  ent .83  kl 1.2e-4  lr 1e-6  84.2s gen61 env9.4 resc7.0 upd12  5.1k tok/s  mfu 31%  118GiB"
+	want := "step 120/600  reward .41  live 11/16  pass 3  fail 2  resc 4→2  adv≠0 176/256  tok 41.2k  |g| .42  gap 3e-4  ent .83  kl 1.2e-4  lr 1e-6  84.2s gen61 env9.4 resc7.0 upd12  5.1k tok/s  mfu 31%  118GiB"
 	if got := exampleRecord().Line(); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)
 	}
