@@ -2,7 +2,6 @@ package chat
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"strings"
 	"unicode"
@@ -102,12 +101,17 @@ type Options struct {
 	Closed bool
 }
 
+// raised is an error of the template with its own text.
+type raised string
+
+func (e raised) Error() string { return string(e) }
+
 // Errors of rendering; the texts are those of the template.
 var (
-	ErrNoMessages     = errors.New("No messages provided.")
-	ErrNoUserQuery    = errors.New("No user query found in messages.")
-	ErrSystemNotFirst = errors.New("System message must be at the beginning.")
-	ErrUnexpectedRole = errors.New("Unexpected message role.")
+	ErrNoMessages     error = raised("No messages provided.")
+	ErrNoUserQuery    error = raised("No user query found in messages.")
+	ErrSystemNotFirst error = raised("System message must be at the beginning.")
+	ErrUnexpectedRole error = raised("Unexpected message role.")
 )
 
 // Renderer renders the Qwen3.5 template. ThinkDefault is the only difference between its two published versions: true for 4B and 9B,

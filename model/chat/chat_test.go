@@ -218,7 +218,7 @@ func TestParseMessages(t *testing.T) {
 }
 
 // runes is an encoder for tests: one id per byte, or per pair "x\n" of ordinary text, and ids from 1000 for template literals.
-type runes struct{ bytes bool }
+type runes struct{}
 
 func (e runes) Encode(text string) []int32 {
 	for i, l := range templateLiterals {

@@ -13,12 +13,12 @@ import (
 
 // Errors of content and arguments that are not text; the texts are those of the template where it has one.
 var (
-	ErrUnexpectedContent = errors.New("Unexpected content type.")
-	ErrUnexpectedItem    = errors.New("Unexpected item type in content.")
-	ErrSystemImage       = errors.New("System message cannot contain images.")
-	ErrSystemVideo       = errors.New("System message cannot contain videos.")
-	ErrVision            = errors.New("images and videos need a vision model; send text parts only")
-	ErrArguments         = errors.New("Can only get item pairs from a mapping.")
+	ErrUnexpectedContent error = raised("Unexpected content type.")
+	ErrUnexpectedItem    error = raised("Unexpected item type in content.")
+	ErrSystemImage       error = raised("System message cannot contain images.")
+	ErrSystemVideo       error = raised("System message cannot contain videos.")
+	ErrVision                  = errors.New("images and videos need a vision model; send text parts only")
+	ErrArguments         error = raised("Can only get item pairs from a mapping.")
 )
 
 // maxJSONDepth bounds the nesting of values that are rendered.
