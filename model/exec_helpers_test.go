@@ -25,7 +25,7 @@ func execConfig(layers ...LayerType) *Config {
 	}
 }
 
-func openCPU(t testing.TB, threads int) *kernels.Device {
+func execDevice(t testing.TB, threads int) *kernels.Device {
 	t.Helper()
 	d, err := kernels.Open("cpu", kernels.Options{Threads: threads})
 	if err != nil {

@@ -19,7 +19,7 @@ func TestExecMatchesTape(t *testing.T) {
 		t.Run(fmt.Sprintf("%v/tied=%t/recompute=%t", c.dt, c.tied, c.recompute), func(t *testing.T) {
 			cfg := execConfig(LinearAttention, FullAttention)
 			cfg.TieEmbeddings = c.tied
-			m := randomModel(t, openCPU(t, 0), cfg, c.dt)
+			m := randomModel(t, execDevice(t, 0), cfg, c.dt)
 			e := newExec(t, m, ExecOptions{MaxRows: 128, Recompute: c.recompute})
 			b := tree(3, 61, [2]int32{7, -1}, [2]int32{4, 0}, [2]int32{66, 0}, [2]int32{5, -1})
 			coef := coefficients(1, len(b.Rows))
@@ -46,7 +46,7 @@ func TestExecMatchesTape(t *testing.T) {
 }
 
 func TestTapeRefuses(t *testing.T) {
-	m := randomModel(t, openCPU(t, 0), execConfig(LinearAttention), kernels.F32)
+	m := randomModel(t, execDevice(t, 0), execConfig(LinearAttention), kernels.F32)
 	b := tree(3, 61, [2]int32{4, -1})
 	if _, _, err := TapeRun(m, b, []float32{1}); err == nil {
 		t.Error("one coefficient for three targets was accepted")
