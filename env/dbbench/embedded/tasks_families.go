@@ -12,6 +12,8 @@ func quote(s string) string              { return "'" + s + "'" }
 func cond(col, val string) string        { return col + " = " + quote(val) }
 func plays(query, answer string) Program { return Program{ask(query), final(answer)} }
 
+// Questions quote their values, so that a query copies them letter by letter.
+
 // lookup: one cell by name. The slip is to fetch whole rows and answer with the
 // first value.
 func (g *gen) lookup() draft {
@@ -24,7 +26,7 @@ func (g *gen) lookup() draft {
 	good, bad := "SELECT "+col+where, "SELECT *"+where
 	return draft{
 		ok: true, kind: "other", table: t, answers: []string{r[c]},
-		question: "What is the " + col + " when name is " + r[0] + "?",
+		question: "What is the " + col + " when name is " + quote(r[0]) + "?",
 		good:     plays(good, r[c]), sloppy: plays(bad, r[0]), recover: Program{ask(bad), ask(good), final(r[c])},
 	}
 }
@@ -40,7 +42,7 @@ func (g *gen) count() draft {
 	bad := "SELECT COUNT(*) FROM " + t.Name
 	return draft{
 		ok: n < len(t.Rows), kind: "counting", table: t, answers: []string{strconv.Itoa(n)},
-		question: "How many " + t.Name + " have " + t.Columns[c].Name + " " + v + "?",
+		question: "How many " + t.Name + " have " + t.Columns[c].Name + " " + quote(v) + "?",
 		good:     plays(good, strconv.Itoa(n)), sloppy: plays(bad, strconv.Itoa(len(t.Rows))),
 		recover: Program{ask(bad), ask(good), final(strconv.Itoa(n))},
 	}
@@ -57,7 +59,7 @@ func (g *gen) quoted() draft {
 	good, bad := "SELECT `"+col+"`"+where, "SELECT "+col+where
 	return draft{
 		ok: true, kind: "other", table: t, answers: []string{r[3]},
-		question: "What is the " + col + " when name is " + r[0] + "?",
+		question: "What is the " + col + " when name is " + quote(r[0]) + "?",
 		good:     plays(good, r[3]), sloppy: plays(bad, "unknown"), recover: Program{ask(bad), ask(good), final(r[3])},
 	}
 }
@@ -125,7 +127,7 @@ func (g *gen) intersect() draft {
 		a, b = 2, 1
 	}
 	both, first := t.col(0, a, r[a], b, r[b]), t.col(0, a, r[a])
-	words := t.Columns[a].Name + " " + r[a] + " and " + t.Columns[b].Name + " " + r[b] + "?"
+	words := t.Columns[a].Name + " " + quote(r[a]) + " and " + t.Columns[b].Name + " " + quote(r[b]) + "?"
 	loose := " FROM " + t.Name + " WHERE " + cond(t.Columns[a].Name, r[a])
 	tight := loose + " AND " + cond(t.Columns[b].Name, r[b])
 	d := draft{ok: len(first) > len(both), table: t}
@@ -164,7 +166,7 @@ func (g *gen) paged() draft {
 		v := one(g, t.Rows)[c]
 		all, some := t.col(0, c, v), seen.col(0, c, v)
 		d.kind = "aggregation-MAX"
-		d.question = "What is the last code in " + t.Name + " with " + t.Columns[c].Name + " " + v + "?"
+		d.question = "What is the last code in " + t.Name + " with " + t.Columns[c].Name + " " + quote(v) + "?"
 		good, right = "SELECT MAX(code) FROM "+t.Name+" WHERE "+cond(t.Columns[c].Name, v), all[len(all)-1]
 		wrong = seen.Rows[len(seen.Rows)-1][0]
 		if len(some) > 0 {
@@ -200,7 +202,7 @@ func (g *gen) insert() draft {
 	good, bad := values(r), values(r[:3])
 	return draft{
 		ok: true, kind: "INSERT", table: t, after: append(slices.Clone(t.Rows), r),
-		question: "Add to " + t.Name + ": " + strings.Join(r, ", ") + ".",
+		question: "Add to " + t.Name + ": " + quote(strings.Join(r, "', '")) + ".",
 		good:     plays(good, "done"), sloppy: plays(bad, "done"), recover: Program{ask(bad), ask(good), final("done")},
 	}
 }
@@ -226,7 +228,7 @@ func (g *gen) update() draft {
 	tight := loose + " AND " + cond(s.b, r[2])
 	return draft{
 		ok: fresh && len(first) > len(both), kind: "UPDATE", table: t, after: after,
-		question: "Set " + s.num + " to " + n + " where " + s.a + " is " + r[1] + " and " + s.b + " is " + r[2] + ".",
+		question: "Set " + s.num + " to " + quote(n) + " where " + s.a + " is " + quote(r[1]) + " and " + s.b + " is " + quote(r[2]) + ".",
 		good:     plays(set+tight, "done"), sloppy: plays(set+loose, "done"),
 		recover: Program{ask("SELECT name FROM " + t.Name + " WHERE " + loose), ask(set + tight), final("done")},
 	}
@@ -249,7 +251,7 @@ func (g *gen) remove() draft {
 	good, look := "DELETE"+where, "SELECT name"+where
 	return draft{
 		ok: len(after) > 0, kind: "DELETE", table: t, after: after,
-		question: "Delete from " + t.Name + " all rows with " + t.Columns[c].Name + " " + v + ".",
+		question: "Delete from " + t.Name + " all rows with " + t.Columns[c].Name + " " + quote(v) + ".",
 		good:     plays(good, "done"), sloppy: plays(look, "done"), recover: Program{ask(look), ask(good), final("done")},
 	}
 }

@@ -74,7 +74,7 @@ func TestTaskShape(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if n := len(strings.Fields(a.Row.Description)); n > 16 || len(a.Row.Description) > 90 {
+		if n := len(strings.Fields(a.Row.Description)); n > 16 || len(a.Row.Description) > 100 {
 			t.Errorf("%s: question too long: %q", a.ID, a.Row.Description)
 		}
 		for name, p := range map[string]Program{"good": a.Good, "sloppy": a.Sloppy, "recover": a.Recover} {
