@@ -266,7 +266,7 @@ func faults(t *testing.T, e *Env) {
 		"SELECT 1; SELECT 2":                    1064,
 		"":                                      1065,
 		"  -- nothing":                          1065,
-		";":                                     1064,
+		";":                                     1065,
 		"SELECT '" + strings.Repeat("x", 5<<20): 1153,
 		strings.Repeat("(", 1000000):            0,
 		"SELECT " + strings.Repeat("1+", 50000) + "1": 0,

@@ -7,6 +7,7 @@ import (
 	"fmt"
 
 	"harness-s/env"
+	"harness-s/env/dbbench/embedded"
 )
 
 // GoldReport is the result of GoldReplay.
@@ -106,4 +107,20 @@ func (e *Env) replay(ctx context.Context, t *task) (reason string, err error) {
 		return fmt.Sprintf("gold statement gives table digest %v, answer_md5 is %s", v.Audit["digest"], *t.row.AnswerMD5), nil
 	}
 	return "the grader does not accept the label", nil
+}
+
+// TinyRows generates the first n rows of a TinyDB split, for gold replay. The test split is sealed and refused.
+func TinyRows(seed uint64, split env.Split, n int) ([]NamedRow, error) {
+	if split == env.Test {
+		return nil, fmt.Errorf("generate rows: %w", env.ErrSealed)
+	}
+	out := make([]NamedRow, n)
+	for i := range out {
+		t, err := embedded.Generate(seed, string(split), i)
+		if err != nil {
+			return nil, fmt.Errorf("generate rows: %w", err)
+		}
+		out[i] = NamedRow{ID: t.ID, Row: t.Row}
+	}
+	return out, nil
 }

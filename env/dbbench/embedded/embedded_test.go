@@ -36,7 +36,7 @@ func open(t *testing.T) (*Server, *sql.Conn) {
 			t.Error(err)
 		}
 	})
-	for _, q := range []string{"CREATE DATABASE d", "USE d", "CREATE TABLE t (a TEXT)"} {
+	for _, q := range []string{"CREATE DATABASE d CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_ai_ci", "USE d", "CREATE TABLE t (a TEXT)"} {
 		if _, err := c.ExecContext(t.Context(), q); err != nil {
 			t.Fatal(q, err)
 		}
@@ -60,7 +60,7 @@ func TestSessionSettings(t *testing.T) {
 	_, c := open(t)
 	for q, want := range map[string]string{
 		"SELECT 'a'='A'":                  "1",
-		"SELECT @@sql_mode":               SQLMode,
+		"SELECT @@sql_mode":               "ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION,NO_ZERO_DATE,NO_ZERO_IN_DATE,ONLY_FULL_GROUP_BY,STRICT_TRANS_TABLES", // SQLMode, sorted
 		"SELECT @@group_concat_max_len":   "1024",
 		"SELECT @@collation_connection":   "utf8mb4_0900_ai_ci",
 		"SELECT @@local_infile":           "0",
