@@ -99,6 +99,18 @@ func Assemble(cfg Config, m *model.Model, e env.Env, pool *harness.Pool, o Assem
 	if err != nil {
 		return nil, err
 	}
+	d := &Deps{Env: e, Pool: pool, Tokens: m.Tok, Renderer: chat.NewRenderer(false), Stop: stop}
+	return d, d.build(cfg, m, o)
+}
+
+// AssembleBench builds runner and executor alone, for BenchStep: no environment, no tokenizer. Close the result.
+func AssembleBench(cfg Config, m *model.Model, o AssembleOptions) (*Deps, error) {
+	d := &Deps{Env: benchEnv{}}
+	return d, d.build(cfg, m, o)
+}
+
+// build makes runner and executor for the configured budgets; after an error nothing stays allocated.
+func (d *Deps) build(cfg Config, m *model.Model, o AssembleOptions) error {
 	maxRows := o.MaxRows
 	if maxRows == 0 {
 		maxRows = max(4096, cfg.Model.MaxLen)
@@ -108,10 +120,7 @@ func Assemble(cfg Config, m *model.Model, e env.Env, pool *harness.Pool, o Assem
 	if kv == 0 {
 		kv = live * cfg.Model.MaxLen
 	}
-	d := &Deps{
-		Env: e, Pool: pool, Tokens: m.Tok, Renderer: chat.NewRenderer(false), Stop: stop,
-		Policy: modelPolicy{m}, MaxRows: maxRows, MaxTargets: maxRows, Log: o.Log,
-	}
+	d.Policy, d.MaxRows, d.MaxTargets, d.Log = modelPolicy{m}, maxRows, maxRows, o.Log
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)
 	}
@@ -119,7 +128,7 @@ func Assemble(cfg Config, m *model.Model, e env.Env, pool *harness.Pool, o Assem
 	seqs := live + max(live/4, 2)
 	r, err := model.NewRunner(m, model.RunnerOptions{MaxSeqs: seqs, MaxTokens: kv, PageSize: 16, MaxRows: max(1024, seqs)})
 	if err != nil {
-		return nil, fmt.Errorf("assemble trainer: make runner: %w", err)
+		return fmt.Errorf("assemble trainer: make runner: %w", err)
 	}
 	d.Sampler = r
 	d.closers = append(d.closers, func() error { r.Close(); return nil })
@@ -128,12 +137,12 @@ func Assemble(cfg Config, m *model.Model, e env.Env, pool *harness.Pool, o Assem
 			Temperature: cfg.Rollout.Temperature, MaxRows: maxRows, MaxTargets: d.MaxTargets, Entropy: true,
 		})
 		if err != nil {
-			return nil, errors.Join(fmt.Errorf("assemble trainer: make executor: %w", err), d.Close())
+			return errors.Join(fmt.Errorf("assemble trainer: make executor: %w", err), d.Close())
 		}
 		d.Learner = x
 		d.closers = append(d.closers, func() error { x.Close(); return nil })
 	}
-	return d, nil
+	return nil
 }
 
 // Close releases what Assemble built. The model stays open.
@@ -156,7 +165,7 @@ func (d *Deps) logger() *slog.Logger {
 // stopIDs lists every id that ends a turn: the template's <|im_end|> first, then
 // the model's own end-of-sequence ids (pitfalls.md row 77).
 func stopIDs(m *model.Model) ([]int32, error) {
-	id, ok := m.Tok.ID("<|im_end|>")
+	id, ok := m.Tok.ID(chat.IMEnd)
 	if !ok {
 		return nil, &Error{Op: "assemble trainer", Err: errors.New("the tokenizer has no <|im_end|> token"),
 			Hint: "use a chat model's tokenizer"}

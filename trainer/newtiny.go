@@ -19,8 +19,8 @@ const corpusDemos = 1000
 // specials are the literals of the chat template that are single tokens, end of
 // turn first.
 func specials() []string {
-	return []string{"<|im_end|>", "<|im_start|>", "<|endoftext|>", "<think>", "</think>",
-		"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"}
+	return []string{chat.IMEnd, chat.IMStart, chat.EndOfText, chat.ThinkOpen, chat.ThinkClose,
+		chat.ToolCallOpen, chat.ToolCallClose, chat.ToolResponseOpen, chat.ToolResponseClose}
 }
 
 // NewTiny makes the fresh tiny policy: a tokenizer trained on the text of
@@ -40,7 +40,7 @@ func NewTiny(ctx context.Context, cfg Config, e env.Env, pool *harness.Pool, dev
 	if err != nil {
 		return nil, fmt.Errorf("read the trained tokenizer: %w", err)
 	}
-	for _, name := range []string{"<|im_end|>", "<|endoftext|>"} {
+	for _, name := range []string{chat.IMEnd, chat.EndOfText} {
 		id, ok := tok.ID(name)
 		if !ok {
 			return nil, fmt.Errorf("the trained tokenizer lacks %s", name)
@@ -54,8 +54,8 @@ func NewTiny(ctx context.Context, cfg Config, e env.Env, pool *harness.Pool, dev
 	m.Tok = tok
 	m.Files["tokenizer.json"] = file
 	side := map[string]any{
-		"tokenizer_config.json": map[string]any{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
-			"pad_token": "<|endoftext|>", "model_max_length": mc.MaxPositions, "clean_up_tokenization_spaces": false},
+		"tokenizer_config.json": map[string]any{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": chat.IMEnd,
+			"pad_token": chat.EndOfText, "model_max_length": mc.MaxPositions, "clean_up_tokenization_spaces": false},
 		"generation_config.json": map[string]any{"eos_token_id": mc.EOS, "do_sample": true, "temperature": 1.0, "top_p": 1.0, "top_k": 0},
 	}
 	for name, v := range side {
