@@ -181,9 +181,7 @@ func (p *parity) full() error {
 			return err
 		}
 		p.grads[e.Name] = got
-		if d := relNorm(got, ref); !(d <= p.rep.GradMaxRel) {
-			p.rep.GradMaxRel, p.rep.GradWorst = d, e.Name
-		}
+		p.rep.GradMaxRel, p.rep.GradWorst = worst(p.rep.GradMaxRel, p.rep.GradWorst, relNorm(got, ref), e.Name)
 	}
 	return p.decode()
 }
@@ -324,9 +322,7 @@ func (p *parity) tape() error {
 		if !ok {
 			return fmt.Errorf("TapeMachine gave no gradient of %s", e.Name)
 		}
-		if d := relNorm(p.grads[e.Name], g); !(d <= p.rep.TapeGradMaxRel) {
-			p.rep.TapeGradMaxRel, p.rep.TapeWorst = d, e.Name
-		}
+		p.rep.TapeGradMaxRel, p.rep.TapeWorst = worst(p.rep.TapeGradMaxRel, p.rep.TapeWorst, relNorm(p.grads[e.Name], g), e.Name)
 	}
 	return nil
 }
@@ -355,10 +351,18 @@ func (p *parity) judge() {
 
 // worse is the larger of two errors; NaN is worse than anything.
 func worse(a, b float64) float64 {
-	if !(b <= a) {
-		return b
+	if math.IsNaN(a) || b <= a {
+		return a
 	}
-	return a
+	return b
+}
+
+// worst keeps the larger error and the name it belongs to.
+func worst(have float64, haveName string, got float64, name string) (float64, string) {
+	if w := worse(have, got); w != have && !math.IsNaN(have) {
+		return w, name
+	}
+	return have, haveName
 }
 
 func maxAbs(a, b []float32) float64 {

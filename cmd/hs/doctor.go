@@ -1,0 +1,349 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"harness-s/env"
+	"harness-s/env/dbbench"
+	"harness-s/kernels"
+	"harness-s/model"
+	"harness-s/trainer"
+)
+
+// doctorCmd says what is wrong and what to type: hs doctor.
+type doctorCmd struct {
+	configFlags
+	Parity string `type:"path" help:"Run the parity fixture in DIR and check its bounds." placeholder:"DIR"`
+	Deep   bool   `help:"Also check the numerics and the matrix-product rate."`
+	Gold   int    `help:"Replay this many gold solutions of the environment." placeholder:"N"`
+	Model  string `type:"path" help:"Checkpoint to check instead of model.path." placeholder:"DIR"`
+}
+
+// finding is the result of one check.
+type finding struct {
+	ID     string `json:"id"`
+	Name   string `json:"name"`
+	Status string `json:"status"` // OK, WARN, FAIL, SKIP
+	Fact   string `json:"fact"`
+	Hint   string `json:"hint,omitempty"`
+}
+
+// Run prints a table; exit code 0 without FAIL, 1 with a missed parity bound, 3 when something needed is not ready.
+func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
+	if c.Parity != "" {
+		return c.parity(g)
+	}
+	if c.Model != "" {
+		c.Set = append(c.Set, fmt.Sprintf("model.path=%q", c.Model))
+	}
+	if c.Preset == "" && len(c.Config) == 0 {
+		c.Preset = "demo"
+	}
+	var fs []finding
+	add := func(id, name string, check func() (string, string, string)) {
+		g.progress.report(trainer.Progress{Phase: "doctor", Note: name})
+		status, fact, hint := check()
+		fs = append(fs, finding{id, name, status, fact, hint})
+	}
+	res, err := c.load(g)
+	if err != nil {
+		return err
+	}
+	cfg := res.Config
+	add("D01", "machine", checkMachine)
+	add("D02", "GPU", checkGPU)
+	dev, derr := g.device(cfg.Model.Device, cfg.Run.Threads, cfg.Model.Gemm)
+	add("D04", "kernels", func() (string, string, string) {
+		if derr != nil {
+			return "FAIL", derr.Error(), hintOf(derr)
+		}
+		return "OK", fmt.Sprintf("%s, ABI %d, %s, %d threads", dev.Info().Name, abiVersion(), dev.Info().Build, dev.Info().Threads), ""
+	})
+	if derr == nil {
+		defer dev.Close()
+		if c.Deep {
+			add("D05", "matrix product", func() (string, string, string) { return checkGemm(dev) })
+		}
+		add("D07", "memory", func() (string, string, string) { return c.checkPlan(cfg) })
+		add("D08", "checkpoint", func() (string, string, string) { return checkModel(cfg, dev, c.Deep) })
+	}
+	add("D10", "environment", func() (string, string, string) { return c.checkEnv(ctx, cfg) })
+	add("D12", "run folder", func() (string, string, string) { return checkDisk(g.Root) })
+	add("D13", "harness pool", func() (string, string, string) {
+		p, err := openPool(cfg)
+		if err != nil {
+			return "FAIL", err.Error(), hintOf(err)
+		}
+		return "OK", fmt.Sprintf("original %s and %d auxiliaries, digest %.12s", p.Original().Name, len(p.Auxiliaries()), p.Digest()), ""
+	})
+	add("D14", "variables", checkVars)
+	g.progress.clear()
+	worst := 0
+	for _, f := range fs {
+		if f.Status == "FAIL" {
+			worst = exitNotReady
+		}
+		if !g.JSON {
+			fmt.Fprintf(g.out, "%-4s %-15s %-5s %s\n", f.ID, f.Name, f.Status, f.Fact)
+			if f.Hint != "" {
+				fmt.Fprintf(g.out, "%26s-> %s\n", "", f.Hint)
+			}
+		}
+	}
+	if g.JSON {
+		if err := g.emit(map[string]any{"version": fullVersion(), "ok": worst == 0, "checks": fs}); err != nil {
+			return err
+		}
+	} else {
+		fmt.Fprintf(g.out, "\nfor a bug report: hs %s, %s, %s/%s, config %.12s\n", fullVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH, cfg.Digest())
+	}
+	if worst != 0 {
+		return exitError{code: worst, silent: true}
+	}
+	return nil
+}
+
+func (c *doctorCmd) parity(g *globals) error {
+	dev, err := g.openDevice()
+	if err != nil {
+		return err
+	}
+	defer dev.Close()
+	rep, err := model.RunParity(c.Parity, dev)
+	if err != nil {
+		return err
+	}
+	if !g.JSON {
+		row := func(name string, v, bound float64, note string) {
+			mark := "OK"
+			if !(v <= bound) {
+				mark = "FAIL"
+			}
+			fmt.Fprintf(g.out, "%-20s %-5s %.3g (bound %.3g) %s\n", name, mark, v, bound, note)
+		}
+		row("logits_max_abs", rep.LogitsMaxAbs, rep.LogitsBound, "")
+		row("loss_abs", rep.LossAbs, rep.LogitsBound, "")
+		row("grad_max_rel", rep.GradMaxRel, rep.GradBound, rep.GradWorst)
+		row("ragged_max_abs", rep.RaggedMaxAbs, rep.RaggedBound, "packed")
+		row("decode_max_abs", rep.DecodeMaxAbs, rep.LogitsBound, "prefill + decode against full forward")
+		row("tape_grad_max_rel", rep.TapeGradMaxRel, rep.GradBound, rep.TapeWorst)
+		if rep.GreedyEqual {
+			fmt.Fprintln(g.out, "greedy               OK    identical")
+		} else {
+			fmt.Fprintf(g.out, "greedy               FAIL  first other token at %d\n", rep.GreedyDiffAt)
+		}
+	} else if err := g.emit(rep); err != nil {
+		return err
+	}
+	if !rep.OK {
+		fmt.Fprintln(g.errOut, "error: parity missed:", strings.Join(rep.Failures, "; "))
+		return exitError{code: exitFailure, silent: true}
+	}
+	return nil
+}
+
+func checkMachine() (string, string, string) {
+	var lim unix.Rlimit
+	nofile := "unknown"
+	status, hint := "OK", ""
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &lim); err == nil {
+		nofile = strconv.FormatUint(lim.Cur, 10)
+		if lim.Cur < 1024 {
+			status, hint = "WARN", "ulimit -n 4096"
+		}
+	}
+	return status, fmt.Sprintf("%s/%s, %d cores, %s memory, %s open files", runtime.GOOS, runtime.GOARCH, runtime.NumCPU(), memTotal(), nofile), hint
+}
+
+func memTotal() string {
+	var i unix.Sysinfo_t
+	if unix.Sysinfo(&i) != nil {
+		return "unknown"
+	}
+	return fmt.Sprintf("%.1f GiB", float64(i.Totalram)*float64(i.Unit)/(1<<30))
+}
+
+func checkGPU() (string, string, string) {
+	found, _ := filepath.Glob("/dev/nvidia[0-9]*")
+	if len(found) == 0 {
+		return "SKIP", "no /dev/nvidia*; this build runs on the CPU", ""
+	}
+	return "WARN", fmt.Sprintf("%d GPU device file(s) found, but this build has the CPU back-end only", len(found)), "training runs on the CPU; pick a tiny model"
+}
+
+func checkGemm(dev *kernels.Device) (string, string, string) {
+	var parts []string
+	for _, s := range [][3]int64{{8192, 128, 384}, {1024, 1024, 1024}} {
+		rate, err := gemmRate(dev, s[0], s[1], s[2], 10)
+		if err != nil {
+			return "FAIL", err.Error(), hintOf(err)
+		}
+		parts = append(parts, fmt.Sprintf("%dx%dx%d %.0f GFLOP/s", s[0], s[1], s[2], rate))
+	}
+	return "OK", strings.Join(parts, ", "), ""
+}
+
+// checkPlan plans the configured training on the null device, which allocates nothing.
+func (c *doctorCmd) checkPlan(cfg trainer.Config) (string, string, string) {
+	null, err := kernels.Open("null", kernels.Options{})
+	if err != nil {
+		return "FAIL", err.Error(), hintOf(err)
+	}
+	defer null.Close()
+	m, err := loadModel(cfg.Model.Path, null, true)
+	if err != nil {
+		return "SKIP", "no plan without a checkpoint: " + err.Error(), hintOf(err)
+	}
+	defer m.Close()
+	rows := max(4096, cfg.Model.MaxLen)
+	x, err := model.NewExec(m, model.ExecOptions{Temperature: 1, MaxRows: rows, MaxTargets: rows, Entropy: true})
+	if err != nil {
+		return "FAIL", err.Error(), hintOf(err)
+	}
+	defer x.Close()
+	need := float64(x.PeakBytes()) / (1 << 20)
+	weights := float64(m.Params.Elems()) * 4 / (1 << 20)
+	var i unix.Sysinfo_t
+	fact := fmt.Sprintf("weights %.1f MiB, gradients and moments %.1f MiB, executor arena %.0f MiB for %d rows", weights, 3*weights, need, rows)
+	if unix.Sysinfo(&i) == nil && 4*weights+need > float64(i.Totalram)*float64(i.Unit)/(1<<20)*0.9 {
+		return "FAIL", fact + ": more than this machine's memory", "lower model.max_len or take a smaller model"
+	}
+	return "OK", fact, ""
+}
+
+func checkModel(cfg trainer.Config, dev *kernels.Device, deep bool) (string, string, string) {
+	m, err := loadModel(cfg.Model.Path, dev, false)
+	if err != nil {
+		return "FAIL", err.Error(), hintOf(err)
+	}
+	defer m.Close()
+	sum, err := m.WeightsSHA256()
+	if err != nil {
+		return "FAIL", err.Error(), hintOf(err)
+	}
+	name := cfg.Model.Path
+	if name == "" {
+		name = "shipped tiny checkpoint"
+	}
+	if m.Tok == nil {
+		return "WARN", fmt.Sprintf("%s: %d parameters, no tokenizer.json", name, m.Config.NumParams()), "copy tokenizer.json next to config.json"
+	}
+	return "OK", fmt.Sprintf("%s: %d parameters, vocabulary %d, weights %.12s", name, m.Config.NumParams(), m.Tok.VocabSize(), sum), ""
+}
+
+func (c *doctorCmd) checkEnv(ctx context.Context, cfg trainer.Config) (string, string, string) {
+	e, err := openEnv(cfg)
+	if err != nil {
+		return "FAIL", err.Error(), hintOf(err)
+	}
+	defer e.Close()
+	start := time.Now()
+	if err := e.Health(ctx); err != nil {
+		return "FAIL", err.Error(), hintOf(err)
+	}
+	tasks, err := e.Tasks(ctx, env.Val)
+	if err != nil || len(tasks) == 0 {
+		return "FAIL", fmt.Sprintf("validation split: %d tasks, %v", len(tasks), err), ""
+	}
+	a, err := e.Open(ctx, tasks[0], env.OpenOptions{AttemptID: "doctor"})
+	if err != nil {
+		return "FAIL", err.Error(), hintOf(err)
+	}
+	v, gerr := a.Grade(ctx)
+	if err := errors.Join(gerr, a.Close(ctx)); err != nil {
+		return "FAIL", err.Error(), hintOf(err)
+	}
+	i := e.Info()
+	fact := fmt.Sprintf("%s, %s back-end: open and grade in %.1f ms, doing nothing is graded %s", i.Label, i.Backend, time.Since(start).Seconds()*1000, v.Outcome)
+	if v.Success {
+		return "FAIL", fact, "the grader accepts an empty episode"
+	}
+	if c.Gold > 0 {
+		rep, err := goldOf(ctx, cfg, c.Gold, nil)
+		if err != nil {
+			return "FAIL", err.Error(), hintOf(err)
+		}
+		fact += fmt.Sprintf("; gold %d of %d", rep.Passed, rep.Rows)
+		if rep.Passed < rep.Rows {
+			return "WARN", fact, "hs env check dbbench lists the rows"
+		}
+	}
+	return "OK", fact, ""
+}
+
+// goldOf replays the gold of the first n rows of the configured data, or of generated tasks.
+func goldOf(ctx context.Context, cfg trainer.Config, n int, progress func(done, total int)) (dbbench.GoldReport, error) {
+	var rows []dbbench.NamedRow
+	var err error
+	if cfg.Task.Data != "" {
+		rows, err = dbbench.ReadRows(cfg.Task.Data)
+	} else {
+		rows, err = dbbench.TinyRows(cfg.Task.Seed, env.Val, max(n, 1))
+	}
+	if err != nil {
+		return dbbench.GoldReport{}, err
+	}
+	if n > 0 && n < len(rows) {
+		rows = rows[:n]
+	}
+	return dbbench.GoldReplay(ctx, rows, dbbench.Options{DSN: cfg.Task.DSN, StepTimeout: cfg.Rollout.StepTimeout.D()}, progress)
+}
+
+func checkDisk(root string) (string, string, string) {
+	if err := os.MkdirAll(root, 0o755); err != nil {
+		return "FAIL", err.Error(), "choose another folder with -C"
+	}
+	probe := filepath.Join(root, ".doctor")
+	start := time.Now()
+	if err := trainer.WriteAtomic(probe, []byte("ok")); err != nil {
+		return "FAIL", err.Error(), "choose another folder with -C"
+	}
+	took := time.Since(start)
+	if err := os.Remove(probe); err != nil {
+		return "FAIL", err.Error(), ""
+	}
+	free, err := trainer.FreeBytes(root)
+	if err != nil {
+		return "WARN", err.Error(), ""
+	}
+	fact := fmt.Sprintf("%s writable, fsync %.1f ms, %.1f GiB free", root, took.Seconds()*1000, float64(free)/(1<<30))
+	if free < 256<<20 {
+		return "FAIL", fact, "free some space or choose another disk with -C"
+	}
+	return "OK", fact, ""
+}
+
+// checkVars lists the variables this program reads.
+func checkVars() (string, string, string) {
+	var set []string
+	for _, kv := range os.Environ() {
+		if strings.HasPrefix(kv, "HS_") || strings.HasPrefix(kv, "CUDA_") {
+			set = append(set, strings.SplitN(kv, "=", 2)[0])
+		}
+	}
+	slices.Sort(set)
+	if len(set) == 0 {
+		return "OK", "none of HS_*, CUDA_* set", ""
+	}
+	return "OK", strings.Join(set, " "), ""
+}
+
+// peakRSSMiB is the highest resident size of this process so far.
+func peakRSSMiB() float64 {
+	var u unix.Rusage
+	if unix.Getrusage(unix.RUSAGE_SELF, &u) != nil {
+		return 0
+	}
+	return float64(u.Maxrss) / 1024
+}

@@ -1,0 +1,265 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"harness-s/trainer"
+)
+
+// lsCmd lists the runs under the root: hs ls.
+type lsCmd struct{}
+
+// runLine is one run in hs ls --json.
+type runLine struct {
+	Name      string    `json:"name"`
+	Created   time.Time `json:"created"`
+	Steps     int       `json:"steps"`
+	Completed bool      `json:"completed"`
+	Running   bool      `json:"running"`
+	Seed      uint64    `json:"seed"`
+	Pass1     *float64  `json:"pass1_after,omitempty"`
+	Pass3     *float64  `json:"pass3_after,omitempty"`
+	Dir       string    `json:"dir"`
+}
+
+// Run prints a table, newest first.
+func (lsCmd) Run(g *globals) error {
+	runs, err := listRuns(g.Root)
+	if err != nil {
+		return err
+	}
+	if g.JSON {
+		return g.emit(map[string]any{"root": g.Root, "runs": runs})
+	}
+	if len(runs) == 0 {
+		g.say("no runs in %s; start one with: hs train --preset demo", g.Root)
+		return nil
+	}
+	w := tabwriter.NewWriter(g.out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "RUN\tSTARTED\tSTEPS\tSTATE\tPASS@1\tPASS@3")
+	for _, r := range runs {
+		state := "stopped"
+		switch {
+		case r.Completed:
+			state = "done"
+		case r.Running:
+			state = "running"
+		}
+		cell := func(v *float64) string {
+			if v == nil {
+				return "-"
+			}
+			return fmt.Sprintf("%.1f %%", 100**v)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\t%s\n", r.Name, r.Created.Local().Format("2006-01-02 15:04"), r.Steps, state, cell(r.Pass1), cell(r.Pass3))
+	}
+	return w.Flush()
+}
+
+func listRuns(root string) ([]runLine, error) {
+	names, err := os.ReadDir(root)
+	if errors.Is(err, fs.ErrNotExist) {
+		return []runLine{}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	out := []runLine{}
+	for _, n := range names {
+		dir := filepath.Join(root, n.Name())
+		man, err := trainer.ReadManifest(dir)
+		if err != nil {
+			continue // not a run
+		}
+		r := runLine{Name: n.Name(), Created: man.Created, Completed: man.Completed, Seed: man.Seed, Dir: dir}
+		if ms, err := readMetrics(dir); err == nil && len(ms.steps) > 0 {
+			r.Steps = ms.steps[len(ms.steps)-1]
+		}
+		if _, err := os.Stat(filepath.Join(dir, "hs.lock")); err == nil {
+			r.Running = true
+		}
+		if evals, err := readEvals(dir); err == nil && len(evals) > 0 {
+			last := evals[len(evals)-1]
+			r.Pass1, r.Pass3 = &last.Pass1.Strict.Mean, &last.PassK.Strict.Mean
+		}
+		out = append(out, r)
+	}
+	slices.SortFunc(out, func(a, b runLine) int { return b.Created.Compare(a.Created) })
+	return out, nil
+}
+
+// newestRun is the name of the run that was started last.
+func newestRun(root string) (string, error) {
+	runs, err := listRuns(root)
+	if err != nil {
+		return "", err
+	}
+	if len(runs) == 0 {
+		return "", usage("start one with: hs train --preset demo", "no runs in %s", root)
+	}
+	return runs[0].Name, nil
+}
+
+// runDir finds a run by name or path; "" is the newest.
+func (g *globals) runDir(name string) (string, error) {
+	if name == "" {
+		newest, err := newestRun(g.Root)
+		if err != nil {
+			return "", err
+		}
+		name = newest
+	}
+	for _, dir := range []string{filepath.Join(g.Root, name), name} {
+		if _, err := os.Stat(filepath.Join(dir, "manifest.json")); err == nil {
+			return dir, nil
+		}
+	}
+	hint := "hs ls shows the runs"
+	if runs, err := listRuns(g.Root); err == nil && len(runs) > 0 {
+		var names []string
+		for _, r := range runs[:min(5, len(runs))] {
+			names = append(names, r.Name)
+		}
+		hint = "runs here: " + strings.Join(names, ", ")
+	}
+	return "", usage(hint, "no run %q under %s", name, g.Root)
+}
+
+// showCmd drills into a run: hs show RUN[/STEP[/TASK[/ATTEMPT]]].
+type showCmd struct {
+	Path    string `arg:"" help:"RUN, RUN/STEP, RUN/STEP/TASK or RUN/STEP/TASK/ATTEMPT; TASK is a number or an id." placeholder:"RUN[/STEP[/TASK[/ATTEMPT]]]"`
+	Rescued bool   `help:"Only rescued tasks."`
+	Failed  bool   `help:"Only failed attempts."`
+	Best    bool   `help:"Only successful attempts."`
+}
+
+// Run prints one level of the run.
+func (c *showCmd) Run(g *globals) error {
+	parts := strings.Split(strings.Trim(c.Path, "/"), "/")
+	if len(parts) > 4 {
+		return usage("hs show RUN/STEP/TASK/ATTEMPT", "%q has %d parts", c.Path, len(parts))
+	}
+	dir, err := g.runDir(parts[0])
+	if err != nil {
+		return err
+	}
+	if len(parts) == 1 {
+		return c.run(g, dir)
+	}
+	var step int
+	if _, err := fmt.Sscanf(parts[1], "%d", &step); err != nil {
+		return usage("hs show "+parts[0]+" lists the steps", "%q is not a step", parts[1])
+	}
+	groups, err := readGroups(dir, step)
+	if err != nil {
+		return err
+	}
+	if len(parts) == 2 {
+		return c.step(g, groups)
+	}
+	gr, err := pickGroup(groups, parts[2])
+	if err != nil {
+		return err
+	}
+	if len(parts) == 3 {
+		return c.group(g, gr)
+	}
+	var n int
+	if _, err := fmt.Sscanf(parts[3], "%d", &n); err != nil || n < 0 || n >= len(gr.Attempts) {
+		return usage(fmt.Sprintf("0 to %d", len(gr.Attempts)-1), "attempt %q of task %s", parts[3], gr.Task)
+	}
+	a := gr.Attempts[n]
+	if g.JSON {
+		return g.emit(a)
+	}
+	color := g.Color == "always" || g.Color == "auto" && isTerminal(g.out)
+	fmt.Fprintf(g.out, "%s attempt %d, %s under %s: %s\n\n", gr.Task, n, a.Phase, a.Harness, a.Outcome)
+	for _, s := range a.spans() {
+		if color {
+			fmt.Fprintf(g.out, "%s%s\x1b[0m", colors[s.kind], s.Text)
+		} else {
+			fmt.Fprintf(g.out, "[%s] %s\n", s.Kind, s.Text)
+		}
+	}
+	fmt.Fprintln(g.out)
+	return nil
+}
+
+func (c *showCmd) run(g *globals, dir string) error {
+	ms, err := readMetrics(dir)
+	if err != nil {
+		return err
+	}
+	if g.JSON {
+		man, err := trainer.ReadManifest(dir)
+		if err != nil {
+			return err
+		}
+		steps := make([]map[string]any, len(ms.steps))
+		for i := range ms.steps {
+			steps[i] = map[string]any{"step": ms.steps[i], "metrics": ms.values[i]}
+		}
+		return g.emit(map[string]any{"manifest": man, "steps": steps})
+	}
+	w := tabwriter.NewWriter(g.out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "STEP\tREWARD\tLIVE\tALL-FAIL\tRESCUED\tGAP MAX\tSECONDS")
+	for i, s := range ms.steps {
+		v := ms.values[i]
+		fmt.Fprintf(w, "%d\t%.2f\t%.0f/%.0f\t%.0f\t%.0f\t%.1e\t%.1f\n", s, v["reward/mean"], v["group/live"], v["group/total"], v["group/allfail"], v["group/rescued"], v["gap/max"], v["time/total"])
+	}
+	return w.Flush()
+}
+
+func (c *showCmd) step(g *globals, groups []groupView) error {
+	if c.Rescued {
+		groups = slices.DeleteFunc(groups, func(q groupView) bool { return q.Kind != string(trainer.Rescued) })
+	}
+	if g.JSON {
+		return g.emit(groups)
+	}
+	w := tabwriter.NewWriter(g.out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "TASK\tID\tGROUP\tKIND\tBASE\tRESCUE\tQUESTION")
+	for i, q := range groups {
+		base, resc := q.wins("base"), q.wins("rescue")
+		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%s\t%s\n", i, q.Task, q.Family, q.Kind, base, resc, oneLine(q.Question, 70))
+	}
+	return w.Flush()
+}
+
+func (c *showCmd) group(g *globals, q groupView) error {
+	if g.JSON {
+		return g.emit(q)
+	}
+	w := tabwriter.NewWriter(g.out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "ATTEMPT\tPHASE\tHARNESS\tOUTCOME\tTURNS\tADVANTAGE\tLAST ACTION")
+	for i, a := range q.Attempts {
+		if c.Failed && a.Success || c.Best && !a.Success {
+			continue
+		}
+		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%d\t%+.2f\t%s\n", i, a.Phase, a.Harness, a.Outcome, a.Turns, a.Advantage, oneLine(a.LastAction, 80))
+	}
+	return w.Flush()
+}
+
+func oneLine(s string, n int) string {
+	s = strings.Join(strings.Fields(s), " ")
+	if r := []rune(s); len(r) > n {
+		return string(r[:n-1]) + "…"
+	}
+	return s
+}
+
+func decode[T any](b []byte) (T, error) {
+	var v T
+	err := json.Unmarshal(b, &v)
+	return v, err
+}

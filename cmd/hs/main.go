@@ -1,0 +1,237 @@
+// Command hs trains language-model agents with the Harness-S method, samples and evaluates them, and explains what it did.
+//
+// It wires packages together and talks to people: grammar, exit codes, tables and JSON live here, decisions do not. Start at cli for
+// the grammar, then train.go (train, sft, eval), inspect.go (ls, show, report), doctor.go and bench.go.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"runtime"
+	"runtime/debug"
+	"strings"
+	"syscall"
+
+	"github.com/alecthomas/kong"
+
+	"harness-s/trainer"
+)
+
+// version of the product and commit of the build; the Makefile sets commit.
+var (
+	version = "0.1.0"
+	commit  = "unknown"
+)
+
+// Exit codes (design.md 10.2).
+const (
+	exitOK          = 0
+	exitFailure     = 1
+	exitUsage       = 2
+	exitNotReady    = 3
+	exitGate        = 4
+	exitInterrupted = 130
+)
+
+// globals are the flags of every command.
+type globals struct {
+	Root    string `short:"C" name:"root" default:"runs" help:"Folder of the runs." type:"path"`
+	Device  string `default:"auto" help:"auto, cpu, emu or cuda:N."`
+	Threads int    `default:"0" help:"CPU threads, 0 = all cores. Results do not depend on it."`
+	JSON    bool   `name:"json" help:"Machine-readable result on stdout, one JSON object on the last line."`
+	Quiet   bool   `short:"q" help:"No progress on stderr."`
+	Verbose bool   `short:"v" help:"Debug log on stderr."`
+	Color   string `default:"auto" enum:"auto,always,never" help:"auto, always or never."`
+
+	out, errOut io.Writer
+	progress    *progress
+}
+
+// configFlags choose a configuration: defaults < preset < files in order < --set.
+type configFlags struct {
+	Preset string   `help:"Start from a shipped preset; list them with: hs init --list."`
+	Config []string `short:"c" name:"config" type:"path" help:"TOML file; repeatable, later wins." placeholder:"FILE"`
+	Set    []string `sep:"none" help:"Override one key, as section.key=value; repeatable." placeholder:"KEY=VALUE"`
+}
+
+type cli struct {
+	globals
+
+	Train   trainCmd   `cmd:"" help:"Train with GRPO and rescue under sibling harnesses."`
+	Eval    evalCmd    `cmd:"" help:"Pass@1 and Pass@k of a checkpoint on a split."`
+	SFT     sftCmd     `cmd:"" name:"sft" help:"Warm start on demonstrations; --new tiny makes a fresh tiny policy."`
+	Play    playCmd    `cmd:"" help:"Run one episode and print it with the origin of every token."`
+	Env     envCmd     `cmd:"" help:"Environments: list them, replay gold solutions."`
+	Ls      lsCmd      `cmd:"" help:"List runs."`
+	Show    showCmd    `cmd:"" help:"Drill into a run: RUN[/step[/group[/attempt]]]."`
+	Report  reportCmd  `cmd:"" help:"Write a run's HTML report."`
+	Config  configCmd  `cmd:"" help:"Show, check, diff or document the configuration."`
+	Init    initCmd    `cmd:"" help:"Write a commented hs.toml."`
+	Doctor  doctorCmd  `cmd:"" help:"Check machine, device, checkpoint, environment, disk; --parity checks the numerics."`
+	Bench   benchCmd   `cmd:"" help:"Measure decode, prefill, train, a whole step, kernels."`
+	Version versionCmd `cmd:"" help:"Version, commit, build, ABI."`
+}
+
+func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
+
+// run is main with its surroundings passed in, so that tests can call it.
+func run(args []string, out, errOut io.Writer) (code int) {
+	c := cli{}
+	c.out, c.errOut = out, errOut
+	exited := false
+	k, err := kong.New(&c, kong.Name("hs"), kong.UsageOnError(),
+		kong.Description("Trains language-model agents with Harness-S: GRPO with rescue of all-fail groups under sibling harnesses."),
+		kong.Writers(out, errOut), kong.Exit(func(int) { exited = true }), kong.ConfigureHelp(kong.HelpOptions{Compact: true}))
+	if err != nil {
+		fmt.Fprintln(errOut, "error:", err)
+		return exitFailure
+	}
+	if len(args) == 0 {
+		args = []string{"--help"}
+	}
+	kctx, err := k.Parse(args)
+	if exited {
+		return exitOK
+	}
+	if err != nil {
+		fmt.Fprintln(errOut, "error:", err)
+		fmt.Fprintln(errOut, "hint: hs --help, or hs COMMAND --help")
+		return exitUsage
+	}
+	defer func() {
+		if p := recover(); p != nil {
+			fmt.Fprintf(errOut, "error: internal error: %v\n%s", p, debug.Stack())
+			code = exitFailure
+		}
+	}()
+	c.progress = newProgress(errOut, c.Quiet || c.JSON && !isTerminal(errOut) && c.Quiet)
+	ctx, stop := context.WithCancel(context.Background())
+	defer stop()
+	kctx.BindTo(ctx, (*context.Context)(nil))
+	err = kctx.Run(&c.globals)
+	c.progress.done()
+	return report(errOut, err)
+}
+
+// report prints an error with its hint and picks the exit code.
+func report(w io.Writer, err error) int {
+	if err == nil {
+		return exitOK
+	}
+	var code exitError
+	switch {
+	case errors.As(err, &code) && code.silent:
+		return code.code
+	case errors.Is(err, trainer.ErrInterrupted):
+		fmt.Fprintln(w, "interrupted after a clean checkpoint; go on with: hs train --run NAME --resume")
+		return exitInterrupted
+	}
+	fmt.Fprintln(w, "error:", err)
+	if h := hintOf(err); h != "" {
+		fmt.Fprintln(w, "hint:", h)
+	}
+	switch {
+	case errors.As(err, &code):
+		return code.code
+	case errors.Is(err, trainer.ErrGate):
+		return exitGate
+	case errors.Is(err, trainer.ErrConfig), errors.Is(err, trainer.ErrRunExists):
+		return exitUsage
+	}
+	return exitFailure
+}
+
+// exitError carries an exit code; a silent one has printed its result already.
+type exitError struct {
+	code   int
+	silent bool
+	err    error
+}
+
+func (e exitError) Error() string {
+	if e.err == nil {
+		return fmt.Sprintf("exit code %d", e.code)
+	}
+	return e.err.Error()
+}
+func (e exitError) Unwrap() error { return e.err }
+
+// usage is a mistake in what was typed, with what to type instead.
+func usage(hint, format string, args ...any) error {
+	return exitError{code: exitUsage, err: &trainer.Error{Op: "read command line", Err: fmt.Errorf(format, args...), Hint: hint}}
+}
+
+// hintOf finds the hint of the first error in the chain that carries one. Every package's Error type has a Hint field; those that are
+// not the trainer's answer to HintText.
+func hintOf(err error) string {
+	if h := trainer.Hint(err); h != "" {
+		return h
+	}
+	var h interface{ HintText() string }
+	if errors.As(err, &h) {
+		return h.HintText()
+	}
+	return ""
+}
+
+// interruptible returns a channel that closes at the first Ctrl-C, after which a second one ends the process at once.
+func (g *globals) interruptible(ctx context.Context) (<-chan struct{}, func()) {
+	sig, closed, quit := make(chan os.Signal, 2), make(chan struct{}), make(chan struct{})
+	signal.Notify(sig, os.Interrupt, syscall.SIGTERM)
+	go func() {
+		select {
+		case <-sig:
+		case <-quit:
+			return
+		}
+		fmt.Fprintln(g.errOut, "\nfinishing the step and saving a checkpoint; press Ctrl-C again to stop at once (the last checkpoint stays)")
+		close(closed)
+		select {
+		case <-sig:
+			os.Exit(exitInterrupted)
+		case <-quit:
+		}
+	}()
+	return closed, func() { signal.Stop(sig); close(quit) }
+}
+
+// emit prints v as the JSON line of --json.
+func (g *globals) emit(v any) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return fmt.Errorf("encode result: %w", err)
+	}
+	_, err = fmt.Fprintln(g.out, string(b))
+	return err
+}
+
+// say prints a line for people; with --json people read stderr.
+func (g *globals) say(format string, args ...any) {
+	fmt.Fprintf(g.people(), format+"\n", args...)
+}
+
+func (g *globals) people() io.Writer {
+	if g.JSON {
+		return g.errOut
+	}
+	return g.out
+}
+
+type versionCmd struct{}
+
+func (versionCmd) Run(g *globals) error {
+	v := map[string]any{"version": version, "commit": commit, "build": "cpu", "abi": abiVersion(), "go": runtime.Version(), "os": runtime.GOOS, "arch": runtime.GOARCH}
+	if g.JSON {
+		return g.emit(v)
+	}
+	fmt.Fprintf(g.out, "hs %s (%s)\nbuild cpu, ABI %d, %s %s/%s\n", version, commit, abiVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
+	return nil
+}
+
+// fullVersion is what manifests record.
+func fullVersion() string { return strings.TrimSuffix(version+"+"+commit, "+unknown") }

@@ -1,0 +1,193 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"unsafe"
+
+	"github.com/lmittmann/tint"
+
+	"harness-s/env"
+	"harness-s/env/dbbench"
+	"harness-s/env/harness"
+	"harness-s/kernels"
+	"harness-s/model"
+	"harness-s/trainer"
+)
+
+func abiVersion() int { return kernels.ABIVersion }
+
+// load resolves defaults < preset < files < --set, then the global flags.
+func (f configFlags) load(g *globals) (*trainer.Resolved, error) {
+	var layers []trainer.Layer
+	if f.Preset != "" {
+		text, err := trainer.Preset(f.Preset)
+		if err != nil {
+			return nil, err
+		}
+		layers = append(layers, trainer.Layer{Name: "preset " + f.Preset, Text: text})
+	}
+	for _, path := range f.Config {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return nil, exitError{code: exitUsage, err: &trainer.Error{Op: "read config", Err: err, Hint: "write one with: hs init"}}
+		}
+		layers = append(layers, trainer.Layer{Name: path, Text: text})
+	}
+	sets := f.Set
+	if g.Device != "auto" {
+		sets = append(sets, fmt.Sprintf("model.device=%q", g.Device))
+	}
+	if g.Threads != 0 {
+		sets = append(sets, fmt.Sprintf("run.threads=%d", g.Threads))
+	}
+	return trainer.Load(layers, sets)
+}
+
+// openDevice opens the device named by the flags.
+func (g *globals) openDevice() (*kernels.Device, error) { return g.device(g.Device, g.Threads, "own") }
+
+func (g *globals) device(name string, threads int, gemm string) (*kernels.Device, error) {
+	if name == "auto" || name == "" {
+		name = "cpu" // this build has no GPU driver layer; hs doctor says so
+	}
+	dev, err := kernels.Open(name, kernels.Options{Threads: threads, Gemm: gemm})
+	if errors.Is(err, kernels.ErrNoDevice) {
+		return nil, exitError{code: exitNotReady, err: err}
+	}
+	return dev, err
+}
+
+// openModel loads a checkpoint directory, or the shipped tiny checkpoint for "".
+func (g *globals) openModel(dir string, train bool) (*kernels.Device, *model.Model, error) {
+	dev, err := g.openDevice()
+	if err != nil {
+		return nil, nil, err
+	}
+	m, err := loadModel(dir, dev, train)
+	if err != nil {
+		return nil, nil, errors.Join(err, dev.Close())
+	}
+	return dev, m, nil
+}
+
+func loadModel(dir string, dev *kernels.Device, train bool) (*model.Model, error) {
+	o := model.LoadOptions{Train: train}
+	if dir != "" {
+		return model.Load(dir, dev, o)
+	}
+	fsys, err := model.TinyFS()
+	if err != nil {
+		return nil, err
+	}
+	return model.LoadFS(fsys, dev, o)
+}
+
+// session is what train, eval, sft and play run on.
+type session struct {
+	cfg   trainer.Config
+	dev   *kernels.Device
+	model *model.Model
+	env   env.Env
+	pool  *harness.Pool
+	deps  *trainer.Deps
+	log   *slog.Logger
+}
+
+// open assembles a session; load makes the model, nil loads cfg.Model.Path.
+func (g *globals) open(cfg trainer.Config, train bool, log *slog.Logger, load func(*session) (*model.Model, error)) (_ *session, err error) {
+	s := &session{cfg: cfg, log: log}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, s.close())
+		}
+	}()
+	if s.dev, err = g.device(cfg.Model.Device, cfg.Run.Threads, cfg.Model.Gemm); err != nil {
+		return nil, err
+	}
+	if s.env, err = openEnv(cfg); err != nil {
+		return nil, err
+	}
+	if s.pool, err = openPool(cfg); err != nil {
+		return nil, err
+	}
+	if load == nil {
+		load = func(s *session) (*model.Model, error) { return loadModel(cfg.Model.Path, s.dev, train) }
+	}
+	if s.model, err = load(s); err != nil {
+		return nil, err
+	}
+	s.deps, err = trainer.Assemble(cfg, s.model, s.env, s.pool, trainer.AssembleOptions{Train: train, Log: log})
+	return s, err
+}
+
+func (s *session) close() error {
+	var errs []error
+	if s.deps != nil {
+		errs = append(errs, s.deps.Close())
+	}
+	if s.model != nil {
+		s.model.Close()
+	}
+	if s.env != nil {
+		errs = append(errs, s.env.Close())
+	}
+	if s.dev != nil {
+		errs = append(errs, s.dev.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// describe is the line that says what a command runs on.
+func (s *session) describe() string {
+	name := s.cfg.Model.Path
+	if name == "" {
+		name = "the shipped tiny checkpoint"
+	}
+	i, e := s.dev.Info(), s.env.Info()
+	return fmt.Sprintf("model %s (%d parameters) · device %s, %d threads (%s) · %s, %s back-end", name, s.model.Config.NumParams(), i.Name, i.Threads, i.Build, e.Label, e.Backend)
+}
+
+// environments by name; later ones plug in here.
+func openEnv(cfg trainer.Config) (env.Env, error) {
+	if cfg.Task.Env != "dbbench" {
+		return nil, exitError{code: exitUsage, err: &trainer.Error{Op: "open environment", Err: fmt.Errorf("task.env = %q, this build has: dbbench", cfg.Task.Env), Hint: "hs env ls"}}
+	}
+	o := dbbench.Options{Source: cfg.Task.Data, DSN: cfg.Task.DSN, Seed: cfg.Task.Seed, Train: cfg.Task.Train, Val: cfg.Task.Val, Test: cfg.Task.Test,
+		MaxSteps: cfg.Rollout.MaxTurns, StepTimeout: cfg.Rollout.StepTimeout.D()}
+	return dbbench.New(o)
+}
+
+func openPool(cfg trainer.Config) (*harness.Pool, error) {
+	if dir := cfg.Router.Pool; dir != "" {
+		return harness.LoadPool(os.DirFS(filepath.Dir(dir)), filepath.Base(dir))
+	}
+	return harness.StarterPool(cfg.Task.Env)
+}
+
+// logger writes to stderr: warnings, and everything with -v.
+func (g *globals) logger() *slog.Logger {
+	level := slog.LevelWarn
+	if g.Verbose {
+		level = slog.LevelDebug
+	}
+	color := g.Color == "always" || g.Color == "auto" && isTerminal(g.errOut)
+	return slog.New(tint.NewHandler(g.errOut, &tint.Options{Level: level, NoColor: !color}))
+}
+
+// gemmScratch allocates the workspace of a product and puts it into a.
+func gemmScratch(dev *kernels.Device, a *kernels.GemmArgs) (*kernels.Buffer, error) {
+	n := dev.Workspace(kernels.OpGemm, unsafe.Pointer(a))
+	if n <= 0 {
+		return nil, nil
+	}
+	b, err := dev.Alloc(n, "bench workspace")
+	if err != nil {
+		return nil, err
+	}
+	a.WS, a.WSBytes = b.Ptr(), b.Bytes()
+	return b, nil
+}
