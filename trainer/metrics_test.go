@@ -125,7 +125,7 @@ func TestSinks(t *testing.T) {
 	if err != nil || bytes.Count(b, []byte("\n")) != 2 {
 		t.Errorf("jsonl %q %v", b, err)
 	}
-	names, err := filepath.Glob(r.Path("tb", "events.out.tfevents.1000000.host"))
+	names, err := filepath.Glob(r.Path("tb", "events.out.tfevents.0001000000.host"))
 	if err != nil || len(names) != 1 {
 		t.Fatalf("%v %v", names, err)
 	}
@@ -140,8 +140,18 @@ func TestSinks(t *testing.T) {
 		}
 		b = b[16+n:]
 	}
-	if records != 3 {
-		t.Errorf("%d records, want 3", records)
+	if records != 4 { // version, session start, two steps
+		t.Errorf("%d records, want 4", records)
+	}
+	again, err := TBSink(r.Path("tb"), "host", func() time.Time { return at(0) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := again.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if names, err = filepath.Glob(r.Path("tb", "*")); err != nil || len(names) != 2 {
+		t.Errorf("a second file within the second: %v %v", names, err)
 	}
 }
 

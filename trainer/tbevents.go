@@ -13,15 +13,21 @@ import (
 )
 
 // TensorBoard event files are TFRecords (length, masked CRC-32C of the length,
-// data, masked CRC-32C of the data) of Event protobufs. Only five fields are
+// data, masked CRC-32C of the data) of Event protobufs. Only a few fields are
 // used, so the encoder is written out here: Event{wall_time 1, step 2,
-// file_version 3, summary 5}, Summary{value 1}, Value{tag 1, simple_value 2}.
+// file_version 3, summary 5, session_log 7}, Summary{value 1}, Value{tag 1,
+// simple_value 2}, SessionLog{status 1}.
 
 // TBSink creates dir/events.out.tfevents.UNIX.NAME and writes one event per step.
-// now stamps the events.
+// now stamps the events. Before the first one it marks a session start at that
+// step, so that TensorBoard drops what earlier files of a resumed run hold from
+// that step on.
 func TBSink(dir, name string, now func() time.Time) (Sink, error) {
-	path := filepath.Join(dir, fmt.Sprintf("events.out.tfevents.%d.%s", now().Unix(), name))
-	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o644)
+	path := filepath.Join(dir, fmt.Sprintf("events.out.tfevents.%010d.%s", now().Unix(), name))
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o644)
+	for n := 2; errors.Is(err, os.ErrExist); n++ { // two attempts within a second
+		f, err = os.OpenFile(fmt.Sprintf("%s.%d", path, n), os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o644)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("create event file: %w", err)
 	}
@@ -33,12 +39,20 @@ func TBSink(dir, name string, now func() time.Time) (Sink, error) {
 }
 
 type tbSink struct {
-	w   io.Writer
-	f   *os.File
-	now func() time.Time
+	w       io.Writer
+	f       *os.File
+	now     func() time.Time
+	started bool
 }
 
 func (s *tbSink) Write(r *Record) error {
+	if !s.started {
+		s.started = true
+		start := appendBytes(event(seconds(s.now()), int64(r.Step), "", nil), 7, []byte{1 << 3, 1}) // status START
+		if err := s.put(start); err != nil {
+			return err
+		}
+	}
 	return s.put(event(seconds(s.now()), int64(r.Step), "", r.Values()))
 }
 
