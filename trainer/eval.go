@@ -188,7 +188,7 @@ func evalHarness(ctx context.Context, r *rollouts, o EvalOptions, ord order) (*h
 		return nil, fmt.Errorf("read text of task %s: %w", ord.task.ID, err)
 	}
 	rt := &routing{router: newRouter(r.cfg, r.d.Pool), view: o.Evidence, pool: r.d.Pool, run: r.cfg.Run.Name, version: r.d.Policy.Version()}
-	pick, err := rt.first(ctx, ord.task, e.att.Initial().Text, o.Step)
+	pick, err := rt.first(ctx, ord.task, e.text, o.Step)
 	if err != nil {
 		return nil, err
 	}

@@ -226,6 +226,7 @@ type episode struct {
 	live   *live
 	left   time.Duration // episode clock: time spent in environment and harness
 	att    env.Attempt
+	text   string // of the task
 	ep     *harness.Episode
 	gone   bool                    // a call was given up: att and ep must not be touched
 	ledger []harness.LedgerSegment // own copy, for episodes that are given up
@@ -253,7 +254,7 @@ func (r *rollouts) once(ctx context.Context, o order, try int) (Attempt, error) 
 		}
 		return a, err
 	}
-	a.Text = e.att.Initial().Text
+	a.Text = e.text
 	fatal := e.play(ctx, &a)
 	e.close(ctx)
 	return a, fatal
@@ -301,6 +302,7 @@ func (e *episode) open(ctx context.Context, try int) error {
 	e.att = att
 	e.live.set(stateHarness, 0)
 	return e.call(ctx, c.StepTimeout.D(), func(context.Context) (err error) {
+		e.text = att.Initial().Text
 		e.ep, err = harness.NewEpisode(harness.Config{
 			Spec: o.spec, Attempt: watched{att, e.live, c.VerifierTimeout.D()}, Task: o.task,
 			Encoder: e.r.d.Tokens, Decode: e.r.d.Tokens.Decode, Renderer: e.r.d.Renderer, Stop: e.r.d.Stop,
