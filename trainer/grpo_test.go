@@ -466,45 +466,6 @@ func TestLossRefuses(t *testing.T) {
 	}
 }
 
-func TestCheckStep(t *testing.T) {
-	ok := func() StepCheck {
-		kept := GroupCheck{Task: "a", Base: Kept, Kind: Kept, Live: true, Members: members(8, 2), Advantages: Advantages(members(8, 2), "group_std"),
-			Harnesses: strings.Split("h0 h0 h0 h0 h0 h0 h0 h0", " "), Digests: []string{"x", "x", ""}, Policy: []uint64{3, 3}}
-		resc := kept
-		resc.Task, resc.Base, resc.Kind = "b", AllFail, Rescued
-		resc.Harnesses = strings.Split("h1 h2 h3 h4 h5 h6 h7 h8", " ")
-		gone := GroupCheck{Task: "c", Base: Incomplete, Kind: Incomplete, Members: void(2), Harnesses: []string{"h0", "h0"}}
-		return StepCheck{Tasks: 3, Original: "h0", MinGroup: 6, MaxGroup: 8, Mode: "siblings", Policy: 3, Groups: []GroupCheck{kept, resc, gone}}
-	}
-	if err := CheckStep(ok()); err != nil {
-		t.Fatal(err)
-	}
-	for name, change := range map[string]func(*StepCheck){
-		"is not the 4 tasks": func(s *StepCheck) { s.Tasks = 4 },
-		"pool digest":        func(s *StepCheck) { s.PoolDigest = "z" },
-		"policy version":     func(s *StepCheck) { s.Policy = 4 },
-		"started":            func(s *StepCheck) { s.Groups[0].Digests = []string{"x", "y"} },
-		"twice":              func(s *StepCheck) { s.Groups[1].Harnesses[0] = "h2" },
-		"the original":       func(s *StepCheck) { s.Groups[1].Harnesses[0] = "h0" },
-		"instead of":         func(s *StepCheck) { s.Groups[0].Harnesses[0] = "h5" },
-		"no contrast":        func(s *StepCheck) { s.Groups[0].Members = members(8, 0) },
-		"valid members":      func(s *StepCheck) { s.Groups[0].Members = append(members(5, 2), void(3)...) },
-		"sum to":             func(s *StepCheck) { s.Groups[0].Advantages[0] += 0.1 },
-		"all_fail 1":         func(s *StepCheck) { s.Groups[1].Kind = AllFail },
-		"rescue is off":      func(s *StepCheck) { s.Mode = "off" },
-		"went from":          func(s *StepCheck) { s.Groups[0].Kind = Rescued },
-		"advantages":         func(s *StepCheck) { s.Groups[0].Advantages = make([]float64, 3) },
-		"is void and has":    func(s *StepCheck) { s.Groups[0].Members[7].Valid = false },
-		"is not the 3 task":  func(s *StepCheck) { s.Groups = s.Groups[:2] },
-	} {
-		s := ok()
-		change(&s)
-		if err := CheckStep(s); err == nil || !strings.Contains(err.Error(), name) {
-			t.Errorf("%s: %v", name, err)
-		}
-	}
-}
-
 func TestGap(t *testing.T) {
 	c := Defaults().GRPO
 	var g Gap
