@@ -20,6 +20,7 @@ import (
 	"harness-s/env"
 	"harness-s/env/dbbench/embedded"
 	"harness-s/env/envtest"
+	"harness-s/model/chat"
 )
 
 func newEnv(t *testing.T, o Options) *Env {
@@ -138,7 +139,47 @@ func TestConformanceMariaDB(t *testing.T) {
 			t.Errorf("%d databases left: %v", n, err)
 		}
 	})
+	t.Run("same observations", func(t *testing.T) { sameObservations(t, dsn) })
 	envtest.Run(t, e, conformance(e, kill))
+}
+
+// sameObservations plays the demonstrations of generated tasks on both back-ends:
+// what the policy reads must not depend on the back-end.
+func sameObservations(t *testing.T, dsn string) {
+	o := Options{Train: 40, Seed: 9}
+	ours := newEnv(t, o)
+	o.DSN = dsn
+	theirs := newEnv(t, o)
+	compared := 0
+	for i, tk := range ours.tasks[env.Train] {
+		for _, p := range []embedded.Program{tk.demo.Good, tk.demo.Sloppy, tk.demo.Recover} {
+			x, err := ours.open(t.Context(), tk, env.OpenOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			y, err := theirs.open(t.Context(), theirs.tasks[env.Train][i], env.OpenOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if x.initDigest != y.initDigest {
+				t.Errorf("%s: initial digests %s, %s", tk.ref.ID, x.initDigest, y.initDigest)
+			}
+			for _, c := range p {
+				if c.SQL == "" {
+					continue
+				}
+				a, b := run(t, x, c.SQL), run(t, y, c.SQL)
+				b.Obs = strings.ReplaceAll(strings.ReplaceAll(b.Obs, y.db.name, x.db.name), "MariaDB server", "MySQL server")
+				if compared++; a.Obs != b.Obs {
+					t.Errorf("%s: %s\nembedded %s\nserver   %s", tk.ref.ID, c.SQL, a.Obs, b.Obs)
+				}
+			}
+			if err := errors.Join(x.Close(t.Context()), y.Close(t.Context())); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	t.Logf("%d observations compared", compared)
 }
 
 func TestSplits(t *testing.T) {
@@ -446,12 +487,12 @@ func TestDemoPrograms(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			for _, c := range p.prog {
-				act := sqlCall(c.SQL)
-				if c.SQL == "" {
-					act = call(ToolCommit, "answers", c.Answers)
+			for _, text := range p.prog.Turns() { // through the parser, as an episode does
+				turn := chat.ParseTurn(text, chat.Strict, false)
+				if len(turn.Calls) != 1 || len(turn.Malformed) > 0 {
+					t.Fatalf("turn %q parses to %+v", text, turn)
 				}
-				if _, err := a.Step(t.Context(), act); err != nil {
+				if _, err := a.Step(t.Context(), env.CallAction(turn.Calls[0], text)); err != nil {
 					t.Fatal(err)
 				}
 			}

@@ -3,6 +3,7 @@ package dbbench
 import (
 	"fmt"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -379,6 +380,27 @@ func syntaxStart(query string, pos int, near string) int {
 	}
 	if at > 0 && strings.IndexByte("'\"`", query[at-1]) >= 0 {
 		at--
+	}
+	return reservedBefore(query, at)
+}
+
+// reservedBefore moves back to a reserved word used as a name right before at:
+// the engine's parser stops one token late there. Words that can begin an
+// expression (RANK, ROW, ...) stop MySQL late as well.
+func reservedBefore(query string, at int) int {
+	toks := embedded.Scan(query)
+	for i, t := range toks {
+		if t.Pos != at || i == 0 {
+			continue
+		}
+		prev := toks[i-1]
+		switch word := strings.ToLower(prev.Text); word {
+		case "rank", "lead", "lag", "row", "match", "grouping":
+		default:
+			if prev.Kind == embedded.Word && slices.Contains(reservedNames[:], word) && !usedAsKeyword(toks, i-1) {
+				return prev.Pos
+			}
+		}
 	}
 	return at
 }

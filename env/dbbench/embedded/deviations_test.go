@@ -175,7 +175,7 @@ func TestAgreesWithMySQL(t *testing.T) {
 		"SELECT CAST(REPLACE('1,234', ',', '') AS SIGNED)":       "1234",
 		"SELECT CAST(REPLACE('1,234', ',', '') AS DECIMAL)":      "1234",
 		"SELECT GROUP_CONCAT(name ORDER BY name DESC, Score SEPARATOR '-') FROM s": "Bob-Ann-ann",
-		"SELECT ROW_NUMBER() OVER (ORDER BY Score) AS k FROM s ORDER BY k LIMIT 1":                 "1",
+		"SELECT ROW_NUMBER() OVER (ORDER BY Score) AS k FROM s ORDER BY k LIMIT 1": "1",
 		"WITH x AS (SELECT Score FROM s) SELECT COUNT(*) FROM x":                   "3",
 		"SELECT COUNT(*) FROM s WHERE Score = (SELECT MAX(Score) FROM s)":          "1",
 		"SELECT COUNT(*) FROM s a JOIN s b ON a.name = b.name":                     "5",

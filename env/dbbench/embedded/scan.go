@@ -67,7 +67,7 @@ func Scan(q string) []Token {
 				end++
 			}
 			kind := Number
-			if strings.Trim(q[i:end], "0123456789.eExXabcdefABCDEF") != "" {
+			if strings.Trim(q[i:end], "0123456789.xXabcdefABCDEF") != "" {
 				kind = Word
 			}
 			out = append(out, Token{kind, q[i:end], i})
