@@ -3,7 +3,7 @@
 
 #define TASK(name) static void FN(name)(void* c_, int64_t task, int worker)
 #define TASK_ARGS(type) (void)worker; const point_ctx* c = c_; const type* a = c->a; (void)a
-#define NEED_SHAPE(T, D) HS_NEED((T) > 0 && (D) > 0, #T " %lld, " #D " %lld: need both > 0", (long long)(T), (long long)(D))
+#define NEED_SHAPE(T, D) HS_NEED(a->T > 0 && a->D > 0, #T " %lld, " #D " %lld: need both > 0", (long long)a->T, (long long)a->D)
 #define NEED_PTR(p) HS_NEED(a->p, #p " is required")
 
 // ---- embed ----
@@ -16,7 +16,7 @@ TASK(embed_task) {
   for (int64_t t = task * c->rows; t < end; t++) memcpy(y + t * a->D, w + a->ids[t] * a->D, (size_t)a->D * sizeof(real));
 }
 static hs_status FN(embed)(const hs_embed_args* a) {
-  NEED_SHAPE(a->T, a->D);
+  NEED_SHAPE(T, D);
   NEED_PTR(ids); NEED_PTR(w); NEED_PTR(y);
   for (int64_t t = 0; t < a->T; t++) HS_NEED(a->ids[t] >= 0 && a->ids[t] < a->V, "ids[%lld] %d, want 0..%lld", (long long)t, a->ids[t], (long long)a->V - 1);
   point_ctx c = {a, rows_per_task(a->D)};
@@ -38,7 +38,7 @@ TASK(embed_bwd_task) {
   FN(scatter)(a->dw, a->dy, a->ids, a->T, a->D, a->V * task / SCATTER_CLASSES, a->V * (task + 1) / SCATTER_CLASSES);
 }
 static hs_status FN(embed_bwd)(const hs_embed_bwd_args* a) {
-  NEED_SHAPE(a->T, a->D);
+  NEED_SHAPE(T, D);
   NEED_PTR(ids); NEED_PTR(dy); NEED_PTR(dw);
   for (int64_t t = 0; t < a->T; t++) HS_NEED(a->ids[t] >= 0 && a->ids[t] < a->V, "ids[%lld] %d, want 0..%lld", (long long)t, a->ids[t], (long long)a->V - 1);
   point_ctx c = {a, 0};
@@ -59,7 +59,7 @@ TASK(gather_bwd_task) {
   FN(scatter)(a->dst, a->src, a->row, a->N, a->D, a->T * task / SCATTER_CLASSES, a->T * (task + 1) / SCATTER_CLASSES);
 }
 static hs_status FN(gather_check)(const hs_gather_args* a) {
-  NEED_SHAPE(a->N, a->D);
+  NEED_SHAPE(N, D);
   NEED_PTR(row); NEED_PTR(src); NEED_PTR(dst);
   for (int64_t i = 0; i < a->N; i++) HS_NEED(a->row[i] >= 0 && a->row[i] < a->T, "row[%lld] %d, want 0..%lld", (long long)i, a->row[i], (long long)a->T - 1);
   return HS_OK;
@@ -97,7 +97,7 @@ TASK(rmsnorm_task) {
   }
 }
 static hs_status FN(rmsnorm)(const hs_rmsnorm_args* a) {
-  NEED_SHAPE(a->T, a->D);
+  NEED_SHAPE(T, D);
   NEED_PTR(x); NEED_PTR(w); NEED_PTR(y);
   point_ctx c = {a, rows_per_task(a->D)};
   hs_parallel(HS_CEIL(a->T, c.rows), FN(rmsnorm_task), &c);
@@ -141,7 +141,7 @@ HS_INLINE void FN(add_blocks)(real* dw, const void* ws, int64_t blocks, int64_t 
   }
 }
 static hs_status FN(rmsnorm_bwd)(const hs_rmsnorm_bwd_args* a) {
-  NEED_SHAPE(a->T, a->D);
+  NEED_SHAPE(T, D);
   NEED_PTR(x); NEED_PTR(w); NEED_PTR(dy); NEED_PTR(dx); NEED_PTR(dw);
   HS_NEED_WS(a, norm_bwd_ws(a->T, a->D, a->dtype));
   point_ctx c = {a, NORM_ROWS};
@@ -168,7 +168,7 @@ TASK(gatednorm_task) {
   }
 }
 static hs_status FN(gatednorm)(const hs_gatednorm_args* a) {
-  NEED_SHAPE(a->T, a->dv);
+  NEED_SHAPE(T, dv);
   HS_NEED(a->nv > 0, "nv %lld, need > 0", (long long)a->nv);
   NEED_PTR(o); NEED_PTR(z); NEED_PTR(w); NEED_PTR(y);
   point_ctx c = {a, rows_per_task(a->dv)};
@@ -201,7 +201,7 @@ TASK(gatednorm_bwd_task) {
   }
 }
 static hs_status FN(gatednorm_bwd)(const hs_gatednorm_bwd_args* a) {
-  NEED_SHAPE(a->T, a->dv);
+  NEED_SHAPE(T, dv);
   HS_NEED(a->nv > 0, "nv %lld, need > 0", (long long)a->nv);
   NEED_PTR(o); NEED_PTR(z); NEED_PTR(w); NEED_PTR(dy); NEED_PTR(do_); NEED_PTR(dz); NEED_PTR(dw);
   HS_NEED_WS(a, norm_bwd_ws(a->T, a->dv, a->dtype));
