@@ -145,6 +145,11 @@ func (a *attempt) execute(ctx context.Context, query string) (env.Step, error) {
 	}
 	if a.db.srv != nil {
 		query = embedded.QuoteForeign(query)
+		if !a.explicit { // a SET may have changed the mode
+			if e := fullGroupBy(a.db.name, query); e != nil {
+				return a.errorStep(query, e), nil
+			}
+		}
 	}
 	r := a.exec(ctx, query)
 	if r.stop != ranOn {

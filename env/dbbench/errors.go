@@ -122,8 +122,7 @@ func newTranslator(db string) *translator {
 		if strings.Count(name, ".") == 1 {
 			name = db + "." + name
 		}
-		return sqlError(1055, "42000", "Expression #%d of SELECT list is not in GROUP BY clause and contains nonaggregated column '%s' which is not "+
-			"functionally dependent on columns in GROUP BY clause; this is incompatible with sql_mode=only_full_group_by", selectIndex(query, name), name)
+		return notGrouped(selectIndex(query, name), spelled(query, name))
 	})
 	add(`^invalid identifier: .(.*?).$`, fixed(1059, "42000", "Identifier name '%s' is too long"))
 	add(`^duplicate column name: .(.*?).$`, fixed(1060, "42S21", "Duplicate column name '%s'"))
@@ -150,6 +149,9 @@ func newTranslator(db string) *translator {
 		name := strings.TrimSpace(m[1])
 		if statement(query) == "DROP" {
 			return sqlError(1051, "42S02", "Unknown table '%s.%s'", db, name)
+		}
+		if col, ok := onlyQualifies(query, name); ok {
+			return unknown(db, query, []string{"", name, col})
 		}
 		return sqlError(1146, "42S02", "Table '%s.%s' doesn't exist", db, name)
 	})
@@ -244,6 +246,40 @@ func clauseOf(query, name string) string {
 		}
 	}
 	return "field list"
+}
+
+// onlyQualifies reports that name stands in query only before a dot, never as a
+// table of its own, and gives the column it first qualifies.
+func onlyQualifies(query, name string) (column string, ok bool) {
+	toks := embedded.Scan(query)
+	for i, t := range toks {
+		if !named(t, name) {
+			continue
+		}
+		if i+2 >= len(toks) || toks[i+1].Text != "." {
+			return "", false
+		}
+		if !ok {
+			column, ok = toks[i+2].Text, true
+		}
+	}
+	return column, ok
+}
+
+// spelled gives the parts of a dotted name the case they have in query; the
+// engine lower-cases tables.
+func spelled(query, name string) string {
+	parts := strings.Split(name, ".")
+	toks := embedded.Scan(query)
+	for i, p := range parts {
+		for _, t := range toks {
+			if named(t, p) {
+				parts[i] = t.Text
+				break
+			}
+		}
+	}
+	return strings.Join(parts, ".")
 }
 
 // selectIndex is the 1-based position in the select list at which a column is used.
@@ -394,6 +430,9 @@ func reservedBefore(query string, at int) int {
 			continue
 		}
 		prev := toks[i-1]
+		if i >= 2 && toks[i-2].Kind == embedded.Punct && strings.Contains(",=", toks[i-2].Text) && prev.Kind == embedded.Word && continues(prev.Text) {
+			return prev.Pos // a clause began where a value had to come
+		}
 		switch word := strings.ToLower(prev.Text); word {
 		case "rank", "lead", "lag", "row", "match", "grouping":
 		default:

@@ -58,6 +58,14 @@ func TestErrorTranslation(t *testing.T) {
 		{"SELECT order FROM t", fmt.Sprintf(near, "order FROM t", 1)},
 		{"SELECT range FROM t", fmt.Sprintf(near, "range FROM t", 1)},
 		{"SELECT a FROM t WHERE system = 1", fmt.Sprintf(near, "system = 1", 1)},
+		{"SELECT a, FROM t", fmt.Sprintf(near, "FROM t", 1)},
+		{"SELECT a, COUNT(*) FROM t2", "1140 (42000): In aggregated query without GROUP BY, expression #1 of SELECT list contains nonaggregated column " +
+			"'dbbench.t2.a'; this is incompatible with sql_mode=only_full_group_by"},
+		{"SELECT b, COUNT(*) FROM t2 GROUP BY a", "1055 (42000): Expression #1 of SELECT list is not in GROUP BY clause and contains nonaggregated column " +
+			"'dbbench.t2.b' which is not functionally dependent on columns in GROUP BY clause; this is incompatible with sql_mode=only_full_group_by"},
+		{"SELECT a, COUNT(*) FROM t2 WHERE a='1'", "[('1', 1)]"},
+		{"SELECT a AS k, COUNT(*) FROM t2 GROUP BY k ORDER BY k", "[('1', 1), ('2', 1)]"},
+		{"SELECT z.a FROM t", "1054 (42S22): Unknown column 'z.a' in 'field list'"},
 		{"SELECT 1 2 3", fmt.Sprintf(near, "2 3", 1)},
 		{"SELECT * FROM t, t", "1066 (42000): Not unique table/alias: 't'"},
 		{"ALTER TABLE t DROP COLUMN nope", "1091 (42000): Can't DROP 'nope'; check that column/key exists"},

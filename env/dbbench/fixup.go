@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"github.com/dolthub/vitess/go/vt/sqlparser"
+	"github.com/go-sql-driver/mysql"
 )
 
 // fixer re-types result cells of the embedded engine where it is known to differ
@@ -240,7 +241,7 @@ func funcType(f *sqlparser.FuncExpr) sqlType {
 		if first.exact() {
 			return sqlType{kind: typeInt}
 		}
-	case "ifnull", "coalesce", "greatest", "least":
+	case "ifnull", "coalesce", "greatest", "least", "mod":
 		return widest(args)
 	case "if":
 		if len(args) == 3 {
@@ -250,4 +251,83 @@ func funcType(f *sqlparser.FuncExpr) sqlType {
 		return first
 	}
 	return sqlType{}
+}
+
+// fullGroupBy finds what ONLY_FULL_GROUP_BY refuses and the embedded engine lets
+// through: a bare column of the only table beside an aggregate (1140), or outside
+// the GROUP BY list (1055). It judges plain cases alone.
+func fullGroupBy(db, query string) *mysql.MySQLError {
+	if len(query) > maxParsed || statement(query) != "SELECT" {
+		return nil
+	}
+	stmt, err := sqlparser.Parse(query)
+	if err != nil {
+		return nil
+	}
+	sel, ok := stmt.(*sqlparser.Select)
+	if !ok || len(sel.From) != 1 {
+		return nil
+	}
+	from, ok := sel.From[0].(*sqlparser.AliasedTableExpr)
+	if !ok {
+		return nil
+	}
+	table, ok := from.Expr.(sqlparser.TableName)
+	if !ok || !table.DbQualifier.IsEmpty() {
+		return nil
+	}
+	aggregate := false
+	grouped := map[string]bool{}
+	for _, e := range sel.SelectExprs {
+		a, ok := e.(*sqlparser.AliasedExpr)
+		if !ok {
+			return nil
+		}
+		if f, ok := a.Expr.(*sqlparser.FuncExpr); ok && f.Over == nil {
+			switch f.Name.Lowered() {
+			case "count", "sum", "avg", "min", "max":
+				aggregate = true
+			}
+		}
+	}
+	if !aggregate {
+		return nil // without one the engine checks by itself
+	}
+	for _, g := range sel.GroupBy {
+		c, ok := g.(*sqlparser.ColName)
+		if !ok {
+			return nil
+		}
+		grouped[c.Name.Lowered()] = true
+	}
+	if sel.Where != nil { // columns fixed by the condition depend on nothing
+		sqlparser.Walk(func(n sqlparser.SQLNode) (bool, error) {
+			if c, ok := n.(*sqlparser.ColName); ok {
+				grouped[c.Name.Lowered()] = true
+			}
+			return true, nil
+		}, sel.Where.Expr)
+	}
+	for i, e := range sel.SelectExprs {
+		a := e.(*sqlparser.AliasedExpr)
+		c, ok := a.Expr.(*sqlparser.ColName)
+		if !ok || grouped[c.Name.Lowered()] || !a.As.IsEmpty() && grouped[a.As.Lowered()] {
+			continue
+		}
+		name := db + "." + table.Name.String() + "." + c.Name.String()
+		if !from.As.IsEmpty() {
+			name = db + "." + from.As.String() + "." + c.Name.String()
+		}
+		if len(sel.GroupBy) == 0 {
+			return sqlError(1140, "42000", "In aggregated query without GROUP BY, expression #%d of SELECT list contains nonaggregated column '%s'; "+
+				"this is incompatible with sql_mode=only_full_group_by", i+1, name)
+		}
+		return notGrouped(i+1, name)
+	}
+	return nil
+}
+
+func notGrouped(expr int, column string) *mysql.MySQLError {
+	return sqlError(1055, "42000", "Expression #%d of SELECT list is not in GROUP BY clause and contains nonaggregated column '%s' which is not "+
+		"functionally dependent on columns in GROUP BY clause; this is incompatible with sql_mode=only_full_group_by", expr, column)
 }
