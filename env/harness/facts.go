@@ -59,12 +59,6 @@ func (f *facts) int(name string) int {
 	return int(n)
 }
 
-func (f *facts) bool(name string) bool {
-	v, _ := f.get(name)
-	b, _ := v.(bool)
-	return b
-}
-
 // record stores the facts of one executed action and refreshes the counters
 // that depend on it.
 func (f *facts) record(act action, st env.Step) {
