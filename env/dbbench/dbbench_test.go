@@ -557,6 +557,8 @@ func TestObservationsAndFacts(t *testing.T) {
 		{"SELECT CAST('2020-01-02' AS DATE), CAST('2020-01-02 03:04:00' AS DATETIME), CAST('01:02:03' AS TIME)",
 			"[(datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2, 3, 4), datetime.timedelta(seconds=3723))]", nil},
 		{"WITH x AS (SELECT * FROM Boats) SELECT COUNT(*) FROM x", "[(2,)]", facts{"stmt_kind": "select", "tables": []string{"Boats"}}},
+		{"SELECT SUM(c), AVG(c), MAX(c) FROM (SELECT COUNT(*) AS c FROM Boats GROUP BY `Boat name`) t", "[(Decimal('2'), Decimal('1.0000'), 1)]", nil},
+		{"WITH w AS (SELECT CAST('3' AS SIGNED) AS n) SELECT SUM(n) FROM w", "[(Decimal('3'),)]", nil},
 		{"SELECT 1.50, 2e0, 'a\nb', x'41', TRUE", "[(Decimal('1.50'), 2.0, 'a\\nb', b'A', 1)]", nil},
 	} {
 		st := run(t, a, c.q)

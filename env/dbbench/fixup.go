@@ -50,13 +50,14 @@ func newFixer(query string, numCols int) fixer {
 	if !ok || len(sel.SelectExprs) != numCols {
 		return fixer{}
 	}
+	sc := scopeOf(sel)
 	f := fixer{cols: make([]sqlType, numCols)}
 	for i, e := range sel.SelectExprs {
 		a, ok := e.(*sqlparser.AliasedExpr)
 		if !ok {
 			return fixer{}
 		}
-		f.cols[i] = typeOf(a.Expr)
+		f.cols[i] = sc.typeOf(a.Expr)
 	}
 	return f
 }
@@ -99,12 +100,65 @@ func (f fixer) apply(i int, col string, v value) value {
 	return v
 }
 
+// scope types the columns of derived tables by lower-case name; base columns are
+// TEXT and absent.
+type scope map[string]sqlType
+
+// scopeOf reads the derived tables in the FROM list and the common table
+// expressions of a SELECT. A name that two of them use stays unknown.
+func scopeOf(sel *sqlparser.Select) scope {
+	sc := scope{}
+	seen := map[string]bool{}
+	derived := func(n sqlparser.SQLNode) (bool, error) {
+		sub, ok := n.(*sqlparser.Subquery)
+		if !ok {
+			return true, nil
+		}
+		inner, ok := sub.Select.(*sqlparser.Select)
+		if !ok {
+			return false, nil
+		}
+		below := scopeOf(inner)
+		for _, e := range inner.SelectExprs {
+			a, ok := e.(*sqlparser.AliasedExpr)
+			if !ok {
+				continue
+			}
+			name := a.As.Lowered()
+			if c, ok := a.Expr.(*sqlparser.ColName); ok && name == "" {
+				name = c.Name.Lowered()
+			}
+			if name == "" {
+				continue
+			}
+			if sc[name] = below.typeOf(a.Expr); seen[name] {
+				sc[name] = sqlType{}
+			}
+			seen[name] = true
+		}
+		return false, nil
+	}
+	for _, from := range sel.From {
+		sqlparser.Walk(derived, from)
+	}
+	if sel.With != nil {
+		for _, c := range sel.With.Ctes {
+			if c.AliasedTableExpr != nil && len(c.Columns) == 0 {
+				sqlparser.Walk(derived, c.AliasedTableExpr)
+			}
+		}
+	}
+	return sc
+}
+
 // typeOf infers types from literals, casts, counts and arithmetic alone; columns
 // are TEXT and so unknown.
-func typeOf(e sqlparser.Expr) sqlType {
+func (sc scope) typeOf(e sqlparser.Expr) sqlType {
 	switch x := e.(type) {
+	case *sqlparser.ColName:
+		return sc[x.Name.Lowered()]
 	case *sqlparser.ParenExpr:
-		return typeOf(x.Expr)
+		return sc.typeOf(x.Expr)
 	case *sqlparser.SQLVal:
 		switch x.Type {
 		case sqlparser.IntVal:
@@ -134,10 +188,10 @@ func typeOf(e sqlparser.Expr) sqlType {
 		return sqlType{kind: typeInt}
 	case *sqlparser.UnaryExpr:
 		if x.Operator == sqlparser.UMinusStr || x.Operator == sqlparser.UPlusStr {
-			return typeOf(x.Expr)
+			return sc.typeOf(x.Expr)
 		}
 	case *sqlparser.BinaryExpr:
-		return binaryType(x.Operator, typeOf(x.Left), typeOf(x.Right))
+		return binaryType(x.Operator, sc.typeOf(x.Left), sc.typeOf(x.Right))
 	case *sqlparser.CaseExpr:
 		list := []sqlparser.Expr{}
 		for _, w := range x.Whens {
@@ -146,9 +200,9 @@ func typeOf(e sqlparser.Expr) sqlType {
 		if x.Else != nil {
 			list = append(list, x.Else)
 		}
-		return widest(list)
+		return sc.widest(list)
 	case *sqlparser.FuncExpr:
-		return funcType(x)
+		return sc.funcType(x)
 	}
 	return sqlType{}
 }
@@ -175,13 +229,13 @@ func binaryType(op string, l, r sqlType) sqlType {
 	return sqlType{}
 }
 
-func widest(list []sqlparser.Expr) sqlType {
+func (sc scope) widest(list []sqlparser.Expr) sqlType {
 	out := sqlType{kind: typeInt}
 	for _, e := range list {
 		if _, null := e.(*sqlparser.NullVal); null {
 			continue
 		}
-		t := typeOf(e)
+		t := sc.typeOf(e)
 		if !t.exact() {
 			return sqlType{}
 		}
@@ -193,7 +247,7 @@ func widest(list []sqlparser.Expr) sqlType {
 	return out
 }
 
-func funcType(f *sqlparser.FuncExpr) sqlType {
+func (sc scope) funcType(f *sqlparser.FuncExpr) sqlType {
 	args := make([]sqlparser.Expr, 0, len(f.Exprs))
 	for _, e := range f.Exprs {
 		a, ok := e.(*sqlparser.AliasedExpr)
@@ -211,7 +265,7 @@ func funcType(f *sqlparser.FuncExpr) sqlType {
 	if len(args) == 0 || args[0] == nil {
 		return sqlType{}
 	}
-	first := typeOf(args[0])
+	first := sc.typeOf(args[0])
 	switch name {
 	case "sum":
 		if first.exact() {
@@ -242,10 +296,10 @@ func funcType(f *sqlparser.FuncExpr) sqlType {
 			return sqlType{kind: typeInt}
 		}
 	case "ifnull", "coalesce", "greatest", "least", "mod":
-		return widest(args)
+		return sc.widest(args)
 	case "if":
 		if len(args) == 3 {
-			return widest(args[1:])
+			return sc.widest(args[1:])
 		}
 	case "nullif":
 		return first
