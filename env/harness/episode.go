@@ -287,13 +287,9 @@ func (e *Episode) append(ids []int32, kinds []chat.Kind) {
 	}
 }
 
-// ask sets the pending Request, or ends the episode when the context is full.
+// ask sets the pending Request. The caller has left room for at least one token.
 func (e *Episode) ask(ids []int32, restart bool) {
 	room := e.c.MaxContext - e.cur().Len()
-	if room < 1 {
-		e.finish(env.ContextLimit, "")
-		return
-	}
 	key := e.c.Key
 	key.Turn = e.turn + 1
 	e.req = Request{Append: slices.Clone(ids), Restart: restart, MaxNew: min(e.c.MaxNew, room), Key: key}

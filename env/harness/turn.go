@@ -90,11 +90,15 @@ func (e *Episode) act(ctx context.Context) {
 		return
 	}
 	ids, kinds := e.bridge(e.turns[len(e.turns)-1])
+	if e.cur().Len()+len(ids) >= e.c.MaxContext {
+		// The observation leaves no room for a token, so it stays out of the
+		// ledger, which never exceeds the context.
+		e.finish(env.ContextLimit, "")
+		e.audit(ctx)
+		return
+	}
 	e.append(ids, kinds)
 	e.ask(ids, false)
-	if e.phase == done {
-		e.audit(ctx)
-	}
 }
 
 // decorate adds memory, reminders and budget text around a turn's messages.
@@ -161,13 +165,11 @@ func (e *Episode) rewrite() bool {
 		return false
 	}
 	e.digested = len(e.turns) - keep
-	e.segs = append(e.segs, LedgerSegment{})
-	var all []int32
+	var seg LedgerSegment
 	put := func(ids []int32, kinds []chat.Kind, turn int) {
 		for i := range ids {
-			e.cur().add(ids[i:i+1], kinds[i], nil, turn)
+			seg.add(ids[i:i+1], kinds[i], nil, turn)
 		}
-		all = append(all, ids...)
 	}
 	for _, p := range e.prompt {
 		put(p.ids, p.kinds, 0)
@@ -180,7 +182,12 @@ func (e *Episode) rewrite() bool {
 		ids, kinds := e.bridge(t)
 		put(ids, kinds, i+1)
 	}
-	e.ask(all, true)
+	if seg.Len() >= e.c.MaxContext {
+		e.finish(env.ContextLimit, "")
+		return true
+	}
+	e.segs = append(e.segs, seg)
+	e.ask(seg.IDs, true)
 	return true
 }
 
