@@ -220,12 +220,12 @@ static void FN(attn_block)(const FN(attn_ctx) * c, FN(attn_tmp) * t, int32_t s, 
         const VR vm = FN(splat)(m1);
         VR sum = vzero();
         for (int64_t j = 0; j < np; j += VW) {
-          const VR p = vexp(vload(S + j) - vm);
+          const VR p = FN(expz)(vload(S + j) - vm);
           vstore(S + j, p);
           sum += p;
         }
         if (m1 != m0) {
-          const real al = rexp(m0 - m1);
+          const real al = FN(expz)(FN(splat)(m0 - m1))[0];
           t->m[i] = m1;
           t->l[i] *= al;
           const VR va = FN(splat)(al);
@@ -318,7 +318,7 @@ static void FN(attnb_block)(const FN(attn_ctx) * c, FN(attn_tmp) * t, int32_t s,
         const int64_t lim = a == s ? HS_MIN(n, b0 + i / rep + 1 - tile * TK) : n;
         const VR l = FN(splat)(t->l[i]), D = FN(splat)(t->m[i]);
         for (int64_t j = 0; j < np; j += VW) {
-          const VR p = vexp(FN(attn_mask)(vload(t->S + i * TK + j) - l, j, lim, (real)-INFINITY));
+          const VR p = FN(expz)(FN(attn_mask)(vload(t->S + i * TK + j) - l, j, lim, (real)-INFINITY));
           vstore(t->S + i * TK + j, p);
           vstore(t->dS + i * TK + j, p * (vload(t->dS + i * TK + j) - D));
         }

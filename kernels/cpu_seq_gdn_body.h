@@ -72,21 +72,41 @@ static void FN(gdn_decay)(FN(gdn_tmp) * t, const real* g, const real* beta, int6
     t->Ed[i] = (real)(s - t->G[i]);
   }
   for (int64_t i = 0; i < n; i += VW) {
-    vstore(t->eG + i, vexp(vload(t->eG + i)));
-    vstore(t->Ed + i, vexp(vload(t->Ed + i)));
+    vstore(t->eG + i, FN(expz)(vload(t->eG + i)));
+    vstore(t->Ed + i, FN(expz)(vload(t->Ed + i)));
   }
-  for (int64_t i = 0; i < n; i++) {
-    const int64_t w = ROWCOLS(i);
-    real* gam = t->Gam + i * LDN;
-    for (int64_t j = 0; j < w; j++) gam[j] = j <= i ? (real)(t->G[i] - t->G[j]) : (real)-1e4;  // masked before exp, exp(-1e4) = 0
-    const VR b = FN(splat)(t->beta[i]);
-    for (int64_t j = 0; j < w; j += VW) {
-      const VR e = j <= i ? vexp(vload(gam + j)) : vzero();
-      vstore(gam + j, e);
-      // The diagonal block of KK and QK is whole, what lies right of it may be stale: the mask is a select, not a product.
-      const VR kk = j <= i ? vload(t->KK + i * LDN + j) : vzero(), qk = j <= i ? vload(t->QK + i * LDN + j) : vzero();
-      vstore(t->L + i * LDN + j, b * kk * e);
-      vstore(t->P + i * LDN + j, qk * e);
+  VI lane;
+  for (int l = 0; l < VW; l++) lane[l] = l;
+  // Gam row by row, in blocks of VW rows: exp(G_i - G_j) where the block meets the diagonal, exp(G_i - G_r) exp(G_r - G_j) with r the
+  // block's first row left of it. All three differences are <= 0, the mask comes before exp (exp(-1e4) = 0).
+  for (int64_t r = 0; r < n; r += VW) {
+    real left[LDN], row[VW];
+    for (int64_t j = 0; j < r; j++) left[j] = (real)(t->G[r] - t->G[j]);
+    for (int64_t j = 0; j < r; j += VW) vstore(left + j, FN(expz)(vload(left + j)));
+    for (int64_t i = 0; i < VW; i++) row[i] = (real)(t->G[HS_MIN(r + i, n - 1)] - t->G[r]);
+    vstore(row, FN(expz)(vload(row)));
+    for (int64_t i = r; i < HS_MIN(n, r + VW); i++) {
+      const int64_t w = ROWCOLS(i);
+      real *gam = t->Gam + i * LDN, *L = t->L + i * LDN, *P = t->P + i * LDN, diff[VW];
+      const real *KK = t->KK + i * LDN, *QK = t->QK + i * LDN;
+      const VR b = FN(splat)(t->beta[i]), f = FN(splat)(row[i - r]);
+      for (int64_t j = 0; j < r; j += VW) {
+        const VR e = f * vload(left + j);
+        vstore(gam + j, e);
+        vstore(L + j, b * vload(KK + j) * e);
+        vstore(P + j, vload(QK + j) * e);
+      }
+      const double Gi = t->G[i], *G = t->G + r;
+      for (int64_t j = 0; j < VW; j++) diff[j] = (real)(Gi - G[j]);
+      const VR e = FN(expz)(vsel((VI)(lane <= (VI){0} + (int)(i - r)), vload(diff), FN(splat)((real)-1e4)));
+      vstore(gam + r, e);
+      vstore(L + r, b * vload(KK + r) * e);
+      vstore(P + r, vload(QK + r) * e);
+      for (int64_t j = r + VW; j < w; j += VW) {
+        vstore(gam + j, vzero());
+        vstore(L + j, vzero());
+        vstore(P + j, vzero());
+      }
     }
   }
 }

@@ -68,7 +68,7 @@ static void FN(paged_one)(const FN(paged_ctx) * c, FN(paged_tmp) * t, int64_t ro
     for (int64_t i = VW; i < np; i += VW) mx = vmax(mx, vload(S + i));
     const VR m = FN(splat)(vhmax(mx));
     for (int64_t i = 0; i < np; i += VW) {
-      const VR p = vexp(vload(S + i) - m);
+      const VR p = FN(expz)(vload(S + i) - m);
       vstore(S + i, p);
       sum += p;
     }
@@ -129,12 +129,12 @@ static void FN(paged_block)(const FN(paged_ctx) * c, FN(paged_tmp) * t, int64_t 
       const VR vm = FN(splat)(m1);
       VR sum = vzero();
       for (int64_t j = 0; j < np; j += VW) {
-        const VR p = vexp(vload(S + j) - vm);
+        const VR p = FN(expz)(vload(S + j) - vm);
         vstore(S + j, p);
         sum += p;
       }
       if (m1 != m0) {
-        const real al = rexp(m0 - m1);
+        const real al = FN(expz)(FN(splat)(m0 - m1))[0];
         t->m[i] = m1;
         t->l[i] *= al;
         for (int64_t j = 0; j < hdp; j += VW) vstore(t->O + i * hdp + j, FN(splat)(al) * vload(t->O + i * hdp + j));
