@@ -40,7 +40,6 @@ type Exec struct {
 	stream *kernels.Stream
 	held   heldBuffers
 	ports  [numPorts]kernels.Ptr
-	logits *record // final norm times head, over all rows
 
 	headBwd *kernels.LMHeadBwdArgs
 	forest  kernels.ForestArgs

@@ -95,7 +95,6 @@ func separate(b *Batch) (*Batch, []int) {
 		}
 	}
 	out := &Batch{}
-	type key struct{ row, target int32 }
 	stands := make([]int, len(b.Rows))
 	for i := range stands {
 		stands[i] = -1
