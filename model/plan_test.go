@@ -186,3 +186,51 @@ func TestNullDevice(t *testing.T) {
 	m.Close()
 	check(t, d.Close())
 }
+
+// TestMemoryCheckCatches: the arena check itself fails when two live buffers are moved onto each other, or one dies too early.
+func TestMemoryCheckCatches(t *testing.T) {
+	fresh := func() *Program {
+		p := compile(t, execConfig(), Train, PlanOptions{})
+		p.Place(Shapes{Rows: 100, Targets: 20, States: 6})
+		check(t, checkMemory(p))
+		return p
+	}
+	p := fresh()
+	embed := p.values[p.records[0].writes[0]].buf
+	p.buffers[p.values[p.records[1].writes[0]].buf].offset = p.buffers[embed].offset
+	if checkMemory(p) == nil {
+		t.Error("a norm written over its input passed")
+	}
+	p = fresh()
+	p.buffers[embed].last = 1
+	p.Place(p.bucket)
+	if checkMemory(p) == nil {
+		t.Error("a residual freed after its first reader passed")
+	}
+}
+
+// TestHashes: ops that differ in any attribute hash apart, equal ones alike; Gorgonia merges nodes by hash.
+func TestHashes(t *testing.T) {
+	env := &environment{geo: geometryOf(execConfig()), shapes: Shapes{Rows: 4, Targets: 2, States: 3}, temp: 1}
+	base := op{env: env, kind: kLinear, seq: 3, layer: 1, label: "a", n: 8, k: 4}
+	same := base
+	if base.Hashcode() != same.Hashcode() {
+		t.Error("equal ops hash apart")
+	}
+	other := *env
+	other.geo.Eps = 1e-5
+	for name, change := range map[string]func(o *op){
+		"kind": func(o *op) { o.kind = kLinearAdd }, "seq": func(o *op) { o.seq++ }, "layer": func(o *op) { o.layer++ },
+		"label": func(o *op) { o.label = "b" }, "features": func(o *op) { o.n, o.k = o.k, o.n }, "geometry": func(o *op) { o.env = &other },
+		"pick": func(o *op) { *o = *base.pick(0, 1) },
+	} {
+		c := base
+		change(&c)
+		if c.Hashcode() == base.Hashcode() {
+			t.Errorf("another %s gives the same hash", name)
+		}
+	}
+	if base.pick(0, 1).Hashcode() == base.pick(1, 2).Hashcode() {
+		t.Error("two picks of one handle hash alike")
+	}
+}
