@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"github.com/klauspost/compress/zstd"
+
+	"harness-s/kernels"
 )
 
 //go:embed tiny
@@ -88,7 +90,7 @@ func digest(b []byte) string {
 }
 
 // WriteTiny compresses the regular files of a checkpoint directory into dstDir as TinyFS reads them, and removes compressed files of an
-// earlier one.
+// earlier one. Matrices are stored in bfloat16, as in published checkpoints; vectors stay float32.
 func WriteTiny(srcDir, dstDir string) error {
 	entries, err := os.ReadDir(srcDir)
 	if err != nil {
@@ -119,6 +121,11 @@ func WriteTiny(srcDir, dstDir string) error {
 		if err != nil {
 			return fmt.Errorf("write tiny checkpoint: %w", err)
 		}
+		if filepath.Ext(e.Name()) == ".safetensors" {
+			if b, err = halveMatrices(b); err != nil {
+				return fmt.Errorf("write tiny checkpoint: %s: %w", e.Name(), err)
+			}
+		}
 		if err := put(e.Name()+tinySuffix, enc.EncodeAll(b, nil)); err != nil {
 			return err
 		}
@@ -139,6 +146,40 @@ func WriteTiny(srcDir, dstDir string) error {
 		}
 	}
 	return put(tinySums, []byte(sums.String()))
+}
+
+// halveMatrices rewrites a safetensors file with every float32 tensor of two or more dimensions rounded to bfloat16.
+func halveMatrices(file []byte) ([]byte, error) {
+	in, err := ParseSafetensors(file)
+	if err != nil {
+		return nil, err
+	}
+	var out []NamedTensor
+	for _, name := range in.Names() {
+		t, err := in.Tensor(name)
+		if err != nil {
+			return nil, err
+		}
+		if t.DType == "F32" && len(t.Shape) >= 2 {
+			v, err := t.Float32s()
+			if err != nil {
+				return nil, err
+			}
+			t.DType, t.Data = "BF16", make([]byte, 2*len(v))
+			kernels.ToBF16s(t.Data, v)
+		}
+		out = append(out, t)
+	}
+	dir, err := os.MkdirTemp("", "tiny")
+	if err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(dir)
+	path := filepath.Join(dir, "model.safetensors")
+	if err := WriteSafetensors(path, out, in.Metadata); err != nil {
+		return nil, err
+	}
+	return os.ReadFile(path)
 }
 
 // memFS is a flat read-only file system in memory.

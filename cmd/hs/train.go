@@ -168,17 +168,9 @@ func (c *trainCmd) train(ctx context.Context, g *globals, cfg trainer.Config, di
 			err = errors.Join(err, k.Close())
 		}
 	}()
-	events, err := dir.Appender("events.jsonl")
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, events.Close()) }()
 	interrupt, stop := g.interruptible(ctx)
 	defer stop()
 	o := trainer.RunOptions{Dir: dir, Sinks: sinks, Progress: g.progress.report, Interrupt: interrupt, Event: func(e trainer.Event) {
-		if werr := events.Write(e); werr != nil {
-			log.Error("write event", "err", werr)
-		}
 		if e.Event == "warning" {
 			g.progress.clear()
 			log.Warn(e.Text, "step", e.Step)

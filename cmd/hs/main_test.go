@@ -1,0 +1,267 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"harness-s/model"
+)
+
+// hs runs a command line in process.
+func hs(t *testing.T, args ...string) (code int, out, errOut string) {
+	t.Helper()
+	var o, e bytes.Buffer
+	code = run(args, &o, &e)
+	return code, o.String(), e.String()
+}
+
+// lastJSON decodes the last line of stdout, the contract of --json.
+func lastJSON(t *testing.T, out string) map[string]any {
+	t.Helper()
+	lines := strings.Split(strings.TrimSpace(out), "\n")
+	var v map[string]any
+	if err := json.Unmarshal([]byte(lines[len(lines)-1]), &v); err != nil {
+		t.Fatalf("last line is not a JSON object: %v\n%s", err, out)
+	}
+	return v
+}
+
+func TestUsage(t *testing.T) {
+	missing := filepath.Join(t.TempDir(), "none.toml")
+	bad := filepath.Join(t.TempDir(), "bad.toml")
+	if err := os.WriteFile(bad, []byte("[rollout]\ntemprature = 0.5\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name string
+		args []string
+		code int
+		want []string // in stderr
+	}{
+		{"unknown command", []string{"trian"}, exitUsage, []string{"error:", "trian"}},
+		{"unknown flag", []string{"train", "--stepz", "3"}, exitUsage, []string{"--stepz"}},
+		{"missing config", []string{"config", "check", "-c", missing}, exitUsage, []string{"none.toml", "hint: write one with: hs init"}},
+		{"misspelt key", []string{"config", "check", "-c", bad}, exitUsage, []string{"bad.toml", "temprature", "temperature"}},
+		{"misspelt --set", []string{"config", "check", "--set", "optim.lrr=1e-3"}, exitUsage, []string{"optim.lrr", "optim.lr"}},
+		{"value out of range", []string{"config", "check", "--set", "rollout.temperature=-1"}, exitUsage, []string{"rollout.temperature", "-1"}},
+		{"unknown preset", []string{"config", "show", "--preset", "dmo"}, exitUsage, []string{"dmo", "demo"}},
+		{"no run", []string{"-C", t.TempDir(), "show", "nope"}, exitUsage, []string{"nope"}},
+		{"no GPU", []string{"bench", "kernels", "--device", "cuda:0"}, exitNotReady, []string{"cuda:0"}},
+		{"bad bench size", []string{"bench", "decode", "--batch", "0"}, exitUsage, []string{"batch 0"}},
+		{"unknown env", []string{"env", "check", "appworld"}, exitUsage, []string{"appworld", "dbbench"}},
+		{"missing rows", []string{"env", "check", "dbbench", "--data", missing}, exitFailure, []string{"none.toml"}},
+		{"test split without record", []string{"eval", "--split", "test"}, exitUsage, []string{"--out"}},
+		{"resume nothing", []string{"-C", t.TempDir(), "train", "--resume"}, exitUsage, []string{"no runs"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			code, _, errOut := hs(t, c.args...)
+			if code != c.code {
+				t.Errorf("exit code %d, want %d; stderr:\n%s", code, c.code, errOut)
+			}
+			for _, w := range c.want {
+				if !strings.Contains(errOut, w) {
+					t.Errorf("stderr lacks %q:\n%s", w, errOut)
+				}
+			}
+		})
+	}
+}
+
+func TestVersionAndDocs(t *testing.T) {
+	code, out, _ := hs(t, "version", "--json")
+	if v := lastJSON(t, out); code != 0 || v["version"] != version || v["build"] != "cpu" {
+		t.Errorf("version: code %d, %v", code, v)
+	}
+	code, out, _ = hs(t, "config", "doc")
+	if code != 0 || !strings.Contains(out, "rescue.mode") || !strings.Contains(out, "siblings") {
+		t.Errorf("config doc: code %d\n%s", code, out)
+	}
+	code, out, _ = hs(t, "config", "doc", "--metrics")
+	if code != 0 || !strings.Contains(out, "gap/max") {
+		t.Errorf("metric doc: code %d", code)
+	}
+	code, out, _ = hs(t, "init", "--list")
+	if code != 0 || !strings.Contains(out, "demo") {
+		t.Errorf("init --list: code %d %q", code, out)
+	}
+}
+
+func TestInitWritesAConfigThatLoads(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "hs.toml")
+	if code, _, e := hs(t, "init", "demo", "-o", path); code != 0 {
+		t.Fatalf("init: %d %s", code, e)
+	}
+	if code, _, _ := hs(t, "init", "demo", "-o", path); code != exitUsage {
+		t.Errorf("init replaced an existing file")
+	}
+	_, fromPreset, _ := hs(t, "config", "show", "--preset", "demo")
+	code, fromFile, e := hs(t, "config", "show", "-c", path)
+	if code != 0 || fromFile != fromPreset {
+		t.Errorf("written file resolves differently: code %d %s", code, e)
+	}
+	code, out, _ := hs(t, "config", "show", "-c", path, "--set", "run.seed=9", "--origin")
+	if code != 0 || !strings.Contains(out, "--set") {
+		t.Errorf("origin: %d\n%s", code, out)
+	}
+}
+
+func TestParityCommand(t *testing.T) {
+	src := filepath.Join(root, "model", "testdata", "reference", "threeper")
+	code, out, e := hs(t, "doctor", "--parity", src, "--json")
+	if v := lastJSON(t, out); code != 0 || v["ok"] != true {
+		t.Fatalf("parity: code %d %v %s", code, v, e)
+	}
+	// One corrupted weight must be noticed.
+	dir := t.TempDir()
+	for _, n := range []string{"config.json", "model.safetensors", "expect.safetensors"} {
+		b, err := os.ReadFile(filepath.Join(src, n))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n == "model.safetensors" {
+			b[len(b)-2] ^= 0x40 // exponent bit of the last weight
+		}
+		if err := os.WriteFile(filepath.Join(dir, n), b, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if code, _, _ := hs(t, "doctor", "--parity", dir); code != exitFailure {
+		t.Errorf("corrupted weight: exit code %d, want %d", code, exitFailure)
+	}
+}
+
+func TestBrokenCheckpoints(t *testing.T) {
+	src := filepath.Join(root, "model", "testdata", "reference", "threeper")
+	copyTo := func(t *testing.T, change func(dir string)) string {
+		dir := t.TempDir()
+		for _, n := range []string{"config.json", "model.safetensors"} {
+			b, err := os.ReadFile(filepath.Join(src, n))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := os.WriteFile(filepath.Join(dir, n), b, 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		change(dir)
+		return dir
+	}
+	for _, c := range []struct {
+		name   string
+		change func(dir string)
+		want   string
+	}{
+		{"truncated", func(dir string) { must(t, os.Truncate(filepath.Join(dir, "model.safetensors"), 5000)) }, "model.safetensors"},
+		{"missing", func(dir string) { must(t, os.Remove(filepath.Join(dir, "model.safetensors"))) }, "model.safetensors"},
+		{"missing shard", func(dir string) {
+			must(t, os.Remove(filepath.Join(dir, "model.safetensors")))
+			must(t, os.WriteFile(filepath.Join(dir, "model.safetensors.index.json"), []byte(`{"metadata":{},"weight_map":{"model.norm.weight":"model-00001-of-00002.safetensors"}}`), 0o644))
+		}, "model-00001-of-00002.safetensors"},
+		{"NaN", func(dir string) {
+			path := filepath.Join(dir, "model.safetensors")
+			b, err := os.ReadFile(path)
+			must(t, err)
+			copy(b[len(b)-4:], []byte{0, 0, 0xc0, 0x7f})
+			must(t, os.WriteFile(path, b, 0o644))
+		}, "non-finite"},
+		{"no config", func(dir string) { must(t, os.Remove(filepath.Join(dir, "config.json"))) }, "config.json"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := copyTo(t, c.change)
+			code, _, e := hs(t, "bench", "decode", "--ckpt", dir, "--batch", "1", "--prompt", "2", "--new", "2", "--count", "1")
+			if code != exitFailure || !strings.Contains(e, c.want) || !strings.Contains(e, "hint:") {
+				t.Errorf("exit code %d, stderr %q: want code 1, %q and a hint", code, e, c.want)
+			}
+		})
+	}
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestBenchContracts(t *testing.T) {
+	for cmd, keys := range map[string][]string{
+		"decode --batch 2 --prompt 20 --new 3 --count 1":             {"generate_tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s"},
+		"train --rows 2 --length 20 --count 1":                       {"train_tokens_per_s"},
+		"step --groups 2 --attempts 2 --prompt 20 --new 4 --count 1": {"rollouts_per_s", "gap_max"},
+		"kernels --count 1": {"gemm_64x128x384_gflops"},
+	} {
+		args := append([]string{"bench"}, strings.Fields(cmd)...)
+		if args[1] != "kernels" {
+			args = append(args, "--ckpt", filepath.Join(root, "model", "testdata", "reference", "edges"))
+		}
+		code, out, e := hs(t, append(args, "--json")...)
+		if code != 0 {
+			t.Errorf("%s: exit code %d: %s", cmd, code, e)
+			continue
+		}
+		v := lastJSON(t, out)
+		for _, k := range keys {
+			if _, ok := v[k].(float64); !ok {
+				t.Errorf("%s: no number %q in %v", cmd, k, v)
+			}
+		}
+	}
+}
+
+// TestTrainEndToEnd trains two steps of a very small run from the shipped checkpoint and reads everything back.
+func TestTrainEndToEnd(t *testing.T) {
+	if _, err := model.TinyFS(); err != nil {
+		t.Fatalf("the shipped checkpoint does not load: %v", err)
+	}
+	dir := t.TempDir()
+	small := []string{"--set", "task.per_step=2", "--set", "task.val=6", "--set", "eval.tasks=4", "--set", "router.evidence_tasks=2", "--set", "save.every=1"}
+	code, out, e := hs(t, append([]string{"-C", dir, "train", "--preset", "demo", "--run", "a", "--steps", "2", "--json"}, small...)...)
+	if code != 0 {
+		t.Fatalf("train: exit code %d: %s", code, e)
+	}
+	v := lastJSON(t, out)
+	for _, k := range []string{"pass1_before", "pass1_after", "pass3_before", "pass3_after", "groups", "all_fail_groups", "rescued_groups", "rescue_successes", "steps", "train_seconds", "total_seconds", "peak_rss_mib"} {
+		if _, ok := v[k].(float64); !ok {
+			t.Errorf("summary lacks %q: %v", k, v)
+		}
+	}
+	want, _ := v["weights_sha256"].(string)
+	if !strings.Contains(out, "step 1/2") || !strings.Contains(out, "Pass@3") {
+		t.Errorf("no step line or table in\n%s", out)
+	}
+	// A used directory is refused with the three ways out.
+	code, _, e = hs(t, append([]string{"-C", dir, "train", "--preset", "demo", "--run", "a", "--steps", "2"}, small...)...)
+	if code != exitUsage || !strings.Contains(e, "--resume") || !strings.Contains(e, "--clean") {
+		t.Errorf("used directory: exit code %d: %s", code, e)
+	}
+	// Going back to step 1 and on again gives the same weights.
+	code, out, e = hs(t, "-C", dir, "train", "--run", "a", "--resume", "--from-step", "1", "--json")
+	if code != 0 || lastJSON(t, out)["weights_sha256"] != want {
+		t.Errorf("resume from step 1: exit code %d, weights differ: %s", code, e)
+	}
+	for _, c := range [][]string{{"ls"}, {"show", "a"}, {"show", "a/1"}, {"show", "a/1/0"}, {"show", "a/1/0/0"}, {"report", "a"}} {
+		code, out, e := hs(t, append([]string{"-C", dir, "--json"}, c...)...)
+		if code != 0 || !json.Valid([]byte(strings.TrimSpace(out))) {
+			t.Errorf("%v: exit code %d %s\n%.300s", c, code, e, out)
+		}
+		if code, _, e := hs(t, append([]string{"-C", dir}, c...)...); code != 0 {
+			t.Errorf("%v: exit code %d %s", c, code, e)
+		}
+	}
+	html, err := os.ReadFile(filepath.Join(dir, "a", "report.html"))
+	if err != nil || !bytes.Contains(html, []byte("<svg")) || !bytes.Contains(html, []byte("Pass@3")) {
+		t.Errorf("report: %v", err)
+	}
+}
+
+func TestEnvCheckGenerated(t *testing.T) {
+	code, out, e := hs(t, "env", "check", "dbbench", "--count", "30", "--json")
+	v := lastJSON(t, out)
+	if code != 0 || v["rows"] != 30.0 || v["passed"] != 30.0 {
+		t.Errorf("env check: exit code %d %v %s", code, v, e)
+	}
+}
