@@ -63,6 +63,7 @@ static void hs_shim_free(uint64_t p, int64_t n) {
   if (n < HS_MAP_BYTES) free((void*)(uintptr_t)p);
   else munmap((void*)(uintptr_t)p, (size_t)((n + HS_HUGE - 1) & ~(HS_HUGE - 1)));
 }
+void hs_philox(uint32_t key0, uint32_t key1, const uint32_t ctr[4], uint32_t out[4]);
 static int64_t hs_shim_memory(void) { return (int64_t)sysconf(_SC_PHYS_PAGES) * (int64_t)sysconf(_SC_PAGESIZE); }
 */
 import "C"
@@ -126,6 +127,17 @@ func hostMemory() int64                 { return int64(C.hs_shim_memory()) }
 
 // layoutFact is the i-th size or offset listed in abi_layout.h, -1 past the end (for TestABILayout).
 func layoutFact(i int) int64 { return int64(C.hs_layout(C.int(i))) }
+
+// philox is the cpu table's Philox4x32-10 (for its test).
+func philox(key [2]uint32, ctr [4]uint32) (out [4]uint32) {
+	in := [4]C.uint32_t{C.uint32_t(ctr[0]), C.uint32_t(ctr[1]), C.uint32_t(ctr[2]), C.uint32_t(ctr[3])}
+	var w [4]C.uint32_t
+	C.hs_philox(C.uint32_t(key[0]), C.uint32_t(key[1]), &in[0], &w[0])
+	for i := range w {
+		out[i] = uint32(w[i])
+	}
+	return out
+}
 
 func numTableOps() int { return int(C.HS_NUM_OPS) }
 
