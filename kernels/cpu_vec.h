@@ -88,7 +88,15 @@ typedef int32_t VI __attribute__((vector_size(VW * 4)));
 HS_INLINE VR vload(const real* p) { return *(const VRU*)p; }
 HS_INLINE void vstore(real* p, VR v) { *(VRU*)p = v; }
 HS_INLINE VR vzero(void) { return (VR){0}; }
-HS_INLINE VR vset1(real x) { return (VR){0} + x; }
+#if HS_REAL == 32 && HS_LEVEL == 2
+HS_INLINE VR vset1(real x) { return (VR)_mm512_set1_ps(x); }   // a broadcasting load where x is in memory
+#elif HS_REAL == 32 && HS_LEVEL == 1
+HS_INLINE VR vset1(real x) { return (VR)_mm256_set1_ps(x); }
+#elif HS_REAL == 32
+HS_INLINE VR vset1(real x) { return (VR){x, x, x, x}; }
+#else
+HS_INLINE VR vset1(real x) { return (VR){x, x}; }
+#endif
 HS_INLINE VR vsel(VI m, VR a, VR b) { return (VR)(((VI)a & m) | ((VI)b & ~m)); }
 
 HS_INLINE VR vloadn(const real* p, int64_t n) {
