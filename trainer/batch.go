@@ -33,7 +33,7 @@ type sequence struct {
 	traj int
 }
 
-// trajectory columns of the policy tokens, over all segments in order.
+// columns belong to the policy tokens of a trajectory, over all segments in order.
 type columns struct {
 	logProb []float32
 	turn    []int32

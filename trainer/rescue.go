@@ -57,6 +57,7 @@ type collector struct {
 	chooser chooser
 	step    int
 	noted   func(o order, a *Attempt) // each finished attempt, from any goroutine; may be nil
+	rescues func(attempts int)        // each rescue that begins, from any goroutine; may be nil
 }
 
 func (c *collector) sampling() model.Sampling {
@@ -95,6 +96,9 @@ func (c *collector) group(ctx context.Context, index int, task env.TaskRef) (*Gr
 		return g, nil
 	}
 	k := c.r.cfg.Rescue.Attempts
+	if c.rescues != nil {
+		c.rescues(k)
+	}
 	if c.mode == "retry" {
 		g.Rescue, err = c.attempts(ctx, repeat(h0, k), c.order(task, KindRescue, phaseRetry, k))
 	} else {

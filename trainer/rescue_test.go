@@ -33,7 +33,8 @@ func (f fixedChoice) choose(context.Context, env.TaskRef, string, int) (*choice,
 	return &choice{order: f.pool.Auxiliaries()}, nil
 }
 
-// say0 answers from a number alone: original and siblings are told apart by BOOST.
+// bySide answers one way under the original and another under siblings, which say
+// BOOST.
 func bySide(base, boosted string) func(string, uint64) string {
 	return func(context string, u uint64) string {
 		if strings.Contains(context, "BOOST") {

@@ -315,12 +315,17 @@ func (y *tally) note(o order, _ *Attempt) {
 		y.base--
 		y.lastBase = time.Now()
 		phase = "collect"
-	} else if y.done > y.total-y.base {
-		y.total++
 	}
-	p := Progress{Phase: phase, Done: y.done, Total: max(y.total, y.done)}
+	p := Progress{Phase: phase, Done: y.done, Total: y.total}
 	y.mu.Unlock()
 	report(y.progress, p)
+}
+
+// expect adds the attempts of a rescue that begins.
+func (y *tally) expect(n int) {
+	y.mu.Lock()
+	defer y.mu.Unlock()
+	y.total += n
 }
 
 // rescueOnly is the seconds since the last base attempt ended.

@@ -182,7 +182,7 @@ func (t *run) collect(ctx context.Context, step int, view *router.View, p *phase
 	tasks := t.tasks.step(step, t.cfg.Task.PerStep)
 	seen := newTally(tasks, t.cfg.Rollout.Group, t.progress)
 	c := &collector{
-		r: t.r, mode: t.cfg.Rescue.Mode, step: step, noted: seen.note,
+		r: t.r, mode: t.cfg.Rescue.Mode, step: step, noted: seen.note, rescues: seen.expect,
 		chooser: &routing{router: t.router, view: view, pool: t.d.Pool, run: t.cfg.Run.Name, version: t.d.Policy.Version(), k: t.cfg.Rescue.Attempts},
 	}
 	groups, err := c.collect(ctx, tasks)
