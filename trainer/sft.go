@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"os"
 	"runtime"
 	"slices"
 	"strings"
@@ -196,7 +197,7 @@ func (s *stage) play(ctx context.Context, d demo, index int) (_ *harness.Traject
 	}
 	c := s.cfg.Rollout
 	att, err := s.env.Open(ctx, d.task, env.OpenOptions{
-		AttemptID: fmt.Sprintf("demo%d", index), MaxSteps: c.MaxTurns,
+		AttemptID: fmt.Sprintf("hsdemo%dx%d", os.Getpid(), index), MaxSteps: c.MaxTurns,
 		StepTimeout: c.StepTimeout.D(), EpisodeTimeout: c.EpisodeDeadline.D(), Seed: s.cfg.SFT.Seed,
 	})
 	if err != nil {
