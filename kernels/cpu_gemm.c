@@ -2,13 +2,15 @@
 //
 // Own kernels. Each element is the sum over blocks of HS_GEMM_KC of K, and in a block one FMA chain in K order from zero; block sums
 // are added in order (to C first with HS_BETA1). The tile an element falls into, its place there and the thread never matter.
-// Tasks are column panels x row ranges; a task packs its panel of B on its own stack and reads A in place.
+// Tasks are row ranges x groups of column panels; a task packs B panel by panel on its own stack and reads A in place, or packs its
+// rows of a transposed A.
 #include "cpu.h"
 
 #include <dlfcn.h>
 #include <stdatomic.h>
 
-#define GEMM_ROWS 512   // rows of A per task: small enough to share out, large enough to pay for packing the panel
+#define GEMM_ROWS 512         // rows of A per task: small enough to share out, large enough to pay for packing the panel
+#define GEMM_TRANS_ROWS 192   // the same for a transposed A, which is packed (a multiple of every tile height)
 
 #define HS_BODY "cpu_gemm_body.h"
 #include "cpu_levels.h"

@@ -23,7 +23,7 @@ typedef struct {
   int64_t ldb;
   real* c;
   int64_t ldc;
-  int64_t nv, panels, rows, chunks;   // vectors per panel, panels, rows per task, row ranges
+  int64_t nv, panels, rows, group, groups;   // vectors per panel, panels; rows and panels per task; groups of panels
 } FN(gemm_ctx);
 
 // dst[k][NR] = the panel's n columns from k0 on, zero beyond them.
@@ -149,20 +149,39 @@ HS_INLINE FN(tile_fn) FN(tile_for)(int64_t mr, int64_t nv) {
   return t[nv - 1][mr - 1];
 }
 
+// A block [kc][m] of a transposed A to tiles of MR rows, each [kc][MR]: read in the order of memory, then from L2.
+HS_INLINE void FN(pack_a)(real* dst, const real* a, int64_t lda, int64_t kc, int64_t m) {
+  for (int64_t k = 0; k < kc; k++) {
+    const real* row = a + k * lda;
+    int64_t i = 0;
+    for (; i + TILE_MR <= m; i += TILE_MR) memcpy(dst + i * kc + k * TILE_MR, row + i, TILE_MR * sizeof(real));
+    for (int64_t j = 0; i + j < m; j++) dst[i * kc + k * TILE_MR + j] = row[i + j];
+  }
+}
+
 static void FN(gemm_task)(void* c_, int64_t task, int worker) {
   (void)worker;
   const FN(gemm_ctx)* g = c_;
   real panel[HS_GEMM_KC * TILE_NV * VW] __attribute__((aligned(64)));
-  const int64_t nr = g->nv * VW, j0 = task % g->panels * nr, i0 = task / g->panels * g->rows;
-  const int64_t n = HS_MIN(nr, g->N - j0), m = HS_MIN(g->rows, g->M - i0);
+  real block[HS_GEMM_KC * GEMM_TRANS_ROWS] __attribute__((aligned(64)));
+  const int64_t i0 = task / g->groups * g->rows, p0 = task % g->groups * g->group, p1 = HS_MIN(p0 + g->group, g->panels);
+  const int64_t m = HS_MIN(g->rows, g->M - i0);
+  const int packed = g->ars == 1 && m > 1;
   for (int64_t k0 = 0; k0 < g->K; k0 += HS_GEMM_KC) {
     const int64_t kc = HS_MIN(HS_GEMM_KC, g->K - k0);
-    if (g->flags & HS_TRANS_B) FN(pack_cols)(panel, g->b + j0 * g->ldb + k0, g->ldb, kc, n, nr);
-    else FN(pack_rows)(panel, g->b + k0 * g->ldb + j0, g->ldb, kc, n, nr);
     const int add = k0 > 0 || (g->flags & HS_BETA1);
-    for (int64_t i = 0; i < m; i += TILE_MR) {
-      const int64_t mr = HS_MIN(TILE_MR, m - i);
-      FN(tile_for)(mr, g->nv)(g->a + (i0 + i) * g->ars + k0 * g->aks, g->ars, g->aks, panel, kc, g->c + (i0 + i) * g->ldc + j0, g->ldc, n, add);
+    const real* a = g->a + i0 * g->ars + k0 * g->aks;
+    if (packed) FN(pack_a)(block, a, g->aks, kc, m);
+    for (int64_t p = p0; p < p1; p++) {
+      const int64_t j0 = p * g->nv * VW, nv = HS_MIN(g->nv, HS_CEIL(g->N - j0, VW)), nr = nv * VW, n = HS_MIN(nr, g->N - j0);
+      if (g->flags & HS_TRANS_B) FN(pack_cols)(panel, g->b + j0 * g->ldb + k0, g->ldb, kc, n, nr);
+      else FN(pack_rows)(panel, g->b + k0 * g->ldb + j0, g->ldb, kc, n, nr);
+      real* c = g->c + i0 * g->ldc + j0;
+      for (int64_t i = 0; i < m; i += TILE_MR) {
+        const FN(tile_fn) tile = FN(tile_for)(HS_MIN(TILE_MR, m - i), nv);
+        if (packed) tile(block + i * kc, 1, TILE_MR, panel, kc, c + i * g->ldc, g->ldc, n, add);
+        else tile(a + i * g->ars, g->ars, g->aks, panel, kc, c + i * g->ldc, g->ldc, n, add);
+      }
     }
   }
 }
@@ -170,16 +189,22 @@ static void FN(gemm_task)(void* c_, int64_t task, int worker) {
 static void FN(gemm_run)(uint32_t flags, int64_t M, int64_t N, int64_t K, const real* a, int64_t lda, const real* b, int64_t ldb, real* c, int64_t ldc, int parallel) {
   FN(gemm_ctx) g = {.flags = flags, .M = M, .N = N, .K = K, .a = a, .ars = lda, .aks = 1, .b = b, .ldb = ldb, .c = c, .ldc = ldc};
   if (flags & HS_TRANS_A) g.ars = 1, g.aks = lda;
-  // Panel width: the widest whose panels waste no vector, preferring full tiles.
-  const int64_t vecs = HS_CEIL(N, VW);
+  // Panels of 3 vectors run fastest, but few uneven panels share out badly.
+  const int64_t vecs = HS_CEIL(N, VW), threads = parallel ? hs_num_threads() : 1;
   g.nv = HS_MIN(vecs, TILE_NV);
-  if (TILE_NV == 3 && vecs % 3 && (vecs % 2 == 0)) g.nv = 2;
+  if (TILE_NV == 3 && vecs < 16 && vecs % 3 && vecs % 2 == 0) g.nv = 2;
   g.panels = HS_CEIL(vecs, g.nv);
-  g.rows = parallel ? HS_CEIL(HS_MIN(GEMM_ROWS, M), TILE_MR) * TILE_MR : M;
-  g.chunks = HS_CEIL(M, g.rows);
-  if (parallel && M * N * K > 16384) hs_parallel(g.panels * g.chunks, FN(gemm_task), &g);
+  const int64_t most = g.ars == 1 ? GEMM_TRANS_ROWS : GEMM_ROWS;
+  g.rows = HS_CEIL(HS_MIN(M, g.ars == 1 ? HS_MIN(most, HS_CEIL(M, threads)) : most), TILE_MR) * TILE_MR;
+  g.rows = HS_MIN(g.rows, most);
+  const int64_t chunks = HS_CEIL(M, g.rows);
+  // A task takes several panels of its rows while there are enough tasks: A is then read from cache again.
+  g.group = HS_MAX(1, HS_MIN(g.panels, g.panels * chunks / (8 * threads)));
+  if (g.ars == 1 && chunks >= threads) g.group = g.panels;
+  g.groups = HS_CEIL(g.panels, g.group);
+  if (parallel && M * N * K > 16384) hs_parallel(g.groups * chunks, FN(gemm_task), &g);
   else
-    for (int64_t t = 0; t < g.panels * g.chunks; t++) FN(gemm_task)(&g, t, 0);
+    for (int64_t t = 0; t < g.groups * chunks; t++) FN(gemm_task)(&g, t, 0);
 }
 
 #undef TILE_NV

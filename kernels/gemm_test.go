@@ -1,10 +1,12 @@
 package kernels
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 	"unsafe"
 )
@@ -131,6 +133,35 @@ func TestGemmBits(t *testing.T) {
 				r.free()
 			}
 		}
+	}
+}
+
+// TestGemmOpenBLAS: the optional library gives the same products, and where it is missing Open says what to install.
+func TestGemmOpenBLAS(t *testing.T) {
+	d, err := Open("cpu", Options{Gemm: "openblas"})
+	defer func() {
+		if _, err := Open("cpu", Options{}); err != nil {
+			t.Error(err)
+		}
+	}()
+	if err != nil {
+		var e *Error
+		if !errors.As(err, &e) || !strings.Contains(e.Hint, "libopenblas") {
+			t.Errorf("Open without the library: %v", err)
+		}
+		return
+	}
+	if !strings.Contains(d.Info().Build, "gemm openblas") {
+		t.Errorf("build %q", d.Info().Build)
+	}
+	for _, dt := range []DType{F32, F64} {
+		r := newRig(t, dt, Options{Gemm: "openblas"})
+		g := rand.New(rand.NewPCG(1, 9))
+		for flags := uint32(0); flags < 16; flags += 2 {
+			a, b, c := randn(g, 9*31, 1), randn(g, 33*31, 1), randn(g, 9*33, 1)
+			near(t, fmt.Sprint("flags ", flags), r.gemm(flags, 9, 33, 31, 2, a, b, c), naiveGemm(flags, 9, 33, 31, a, b, c), 1e-6)
+		}
+		r.free()
 	}
 }
 
