@@ -86,31 +86,37 @@ static __attribute__((unused)) void FN(transpose)(real* dst, int64_t ldd, const 
 #endif
 }
 
-// Register block of c[R, W*VW]: mode 0 c = a b, 1 c += a b, 2 c -= a b. Element (r, k) of a is a[r*ars + k*acs]. One chain over
-// ascending k per element whatever R and W are, so a row's bits do not depend on how many rows go with it.
+// Terms of one FMA chain. Short chains keep rounding near that of single operations: a chain of n terms loses about sqrt(n) roundings
+// of its running sum, and a sum that starts at a large c would lose every term's low bits.
+#define SEQ_CHAIN 32
+
+// Register block of c[R, W*VW]: mode 0 c = a b, 1 c += a b, 2 c -= a b. Element (r, k) of a is a[r*ars + k*acs]. Per element: sums of
+// SEQ_CHAIN terms, each one chain over ascending k from zero, added to c in order, whatever R and W are; so a row's bits do not depend
+// on how many rows go with it.
 HS_INLINE void FN(mk)(real* c, int64_t ldc, const real* a, int64_t ars, int64_t acs, const real* b, int64_t ldb, int64_t K, const int R,
                       const int W, const int mode) {
-  VR acc[8][2];
+  for (int64_t k0 = 0; k0 < K || k0 == 0; k0 += SEQ_CHAIN) {
+    const int64_t k1 = HS_MIN(K, k0 + SEQ_CHAIN);
+    VR acc[8][2];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) {
-    acc[r][0] = mode ? vload(c + r * ldc) : vzero();
-    acc[r][1] = mode && W > 1 ? vload(c + r * ldc + VW) : vzero();
-  }
-  for (int64_t k = 0; k < K; k++) {
-    const VR b0 = vload(b + k * ldb);
-    const VR b1 = W > 1 ? vload(b + k * ldb + VW) : b0;
+    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = vzero();
+    for (int64_t k = k0; k < k1; k++) {
+      const VR b0 = vload(b + k * ldb);
+      const VR b1 = W > 1 ? vload(b + k * ldb + VW) : b0;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      VR x = FN(splat)(a[r * ars + k * acs]);
-      if (mode == 2) x = -x;
-      acc[r][0] = vfma(x, b0, acc[r][0]);
-      if (W > 1) acc[r][1] = vfma(x, b1, acc[r][1]);
+      for (int r = 0; r < R; r++) {
+        const VR x = FN(splat)(a[r * ars + k * acs]);
+        acc[r][0] = vfma(x, b0, acc[r][0]);
+        if (W > 1) acc[r][1] = vfma(x, b1, acc[r][1]);
+      }
     }
-  }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) {
-    vstore(c + r * ldc, acc[r][0]);
-    if (W > 1) vstore(c + r * ldc + VW, acc[r][1]);
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int w = 0; w < W; w++) {
+        real* q = c + r * ldc + w * VW;
+        vstore(q, mode == 2 ? vload(q) - acc[r][w] : mode == 1 || k0 ? vload(q) + acc[r][w] : acc[r][w]);
+      }
   }
 }
 HS_INLINE void FN(mmcol)(real* c, int64_t ldc, const real* a, int64_t ars, int64_t acs, const real* b, int64_t ldb, int64_t M, int64_t K,
