@@ -328,7 +328,7 @@ func (r *Record) Line() string {
 	add("adv≠0 ", r.Adv.NonZero, func(v float64) string { return whole(v) + "/" + whole(r.Adv.Total) })
 	add("tok ", r.Tokens.Trained, count3)
 	add("|g| ", r.Grad.Norm, frac)
-	add("gap ", r.Gap.Mean, tiny)
+	add("gap ", r.Gap.Max, tiny)
 	add("ent ", r.Entropy.Mean, frac)
 	add("kl ", r.KL.Old, tiny)
 	add("lr ", r.Optim.LR, tiny)

@@ -19,7 +19,7 @@ func exampleRecord() *Record {
 	r := NewRecord(120, 600)
 	r.Reward.Mean, r.Group.Live, r.Group.Total, r.Group.AllPass, r.Group.AllFail = 0.41, 11, 16, 3, 4
 	r.Rescue.Groups, r.Group.Rescued, r.Adv.NonZero, r.Adv.Total, r.Tokens.Trained = 4, 2, 176, 256, 41200
-	r.Grad.Norm, r.Gap.Mean, r.Entropy.Mean, r.KL.Old, r.Optim.LR = 0.42, 3e-4, 0.83, 1.2e-4, 1e-6
+	r.Grad.Norm, r.Gap.Max, r.Entropy.Mean, r.KL.Old, r.Optim.LR = 0.42, 3e-4, 0.83, 1.2e-4, 1e-6
 	r.Time.Total, r.Time.Gen, r.Time.Env, r.Time.Rescue, r.Time.Update = 84.2, 61, 9.4, 7, 12
 	r.Perf.Decode, r.Perf.MFU, r.Mem.Peak = 5100, 0.31, 118<<30
 	return r
@@ -34,7 +34,7 @@ func TestStepLine(t *testing.T) {
 		t.Errorf("empty record: %q", got)
 	}
 	r := NewRecord(1, 9)
-	r.Group.Incomplete, r.Gap.Mean, r.Mem.Peak, r.Tokens.Trained, r.Grad.Norm = 1, 0, 300<<20, 2.5e6, -0.5
+	r.Group.Incomplete, r.Gap.Max, r.Mem.Peak, r.Tokens.Trained, r.Grad.Norm = 1, 0, 300<<20, 2.5e6, -0.5
 	if got := r.Line(); got != "step 1/9  void 1  tok 2.5M  |g| -.50  gap 0  300MiB" {
 		t.Errorf("%q", got)
 	}

@@ -122,7 +122,10 @@ func (c *trainCmd) reopen(g *globals, cfg trainer.Config) (_ *trainer.RunDir, _ 
 	}
 	step := c.FromStep
 	if step == 0 {
-		if step, err = ck.Latest(); err != nil {
+		if step, err = ck.Latest(); errors.Is(err, trainer.ErrNoCheckpoint) {
+			g.say("no checkpoint was written yet: starting again from step 0 with the same configuration")
+			return dir, nil, dir.BeginResume(0, time.Now())
+		} else if err != nil {
 			return nil, nil, err
 		}
 	}
