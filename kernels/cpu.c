@@ -73,6 +73,25 @@ static struct {
 
 static __thread int in_pool;
 
+// Subnormals read as zero and results below the normal range become zero while ops run: decays and softmax weights pass through that
+// range, and each such operand costs a hundred cycles. Set on the workers for good and around run() on the caller, so both agree.
+HS_INLINE uint32_t flush_on(void) {
+#if defined(__x86_64__)
+  const uint32_t old = _mm_getcsr();
+  _mm_setcsr(old | 0x8040);
+  return old;
+#else
+  return 0;
+#endif
+}
+HS_INLINE void flush_restore(uint32_t old) {
+#if defined(__x86_64__)
+  _mm_setcsr(old);
+#else
+  (void)old;
+#endif
+}
+
 static void pause_cpu(void) {
 #if defined(__x86_64__)
   _mm_pause();
@@ -123,6 +142,7 @@ static int work(int worker) {
 static void* worker_main(void* arg) {
   const int id = (int)(intptr_t)arg;
   in_pool = 1;
+  flush_on();
   for (;;) {
     int worked = 0;
     for (int i = 0; i < POOL_SPINS; i++) {
@@ -396,7 +416,9 @@ static hs_status run(hs_stream* s, int32_t op, const void* args) {
   HS_NEED(op >= 0 && op < HS_NUM_OPS, "run: op %d, want 0..%d", (int)op, HS_NUM_OPS - 1);
   HS_NEED(args, "%s: no arguments", ops[op].name);
   error_text[0] = 0;
+  const uint32_t mode = flush_on();
   hs_status st = ops[op].run(args);
+  flush_restore(mode);
   if (st != HS_OK) {
     char text[sizeof error_text];
     memcpy(text, error_text, sizeof text);

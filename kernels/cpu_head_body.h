@@ -288,6 +288,52 @@ static int32_t FN(draw)(const real* z, int64_t n, real invt, real max, FN(keep) 
   return last;
 }
 
+#define DRAW_BLOCK 128    // ids per partial sum, a multiple of every VW
+#define DRAW_BLOCKS 256   // partial sums kept; with more ids than that, a block is several times as long
+
+// Weights exp(z*invt - max) of m <= DRAW_BLOCK ids; returns their sum.
+HS_INLINE double FN(draw_weights)(real* e, const real* z, int64_t m, real invt, real max) {
+  VR s = vzero();
+  for (int64_t i = 0; i < m; i += VW) {
+    VR x = vexp(vloadn(z + i, m - i) * vset1(invt) - vset1(max));
+    if (m - i < VW) x = (VR)((VI)x & FN(lanes_below)(m - i));
+    vstore(e + i, x);
+    s = s + x;
+  }
+  return (double)vsum(s);
+}
+// The draw without truncation: sums of blocks, then the ids of the block that u falls into.
+static int32_t FN(draw_all)(const real* z, int64_t n, real invt, real max, double u) {
+  real e[DRAW_BLOCK];
+  double sum[DRAW_BLOCKS], total = 0, cum = 0;
+  const int64_t len = HS_CEIL(HS_CEIL(n, DRAW_BLOCK), DRAW_BLOCKS) * DRAW_BLOCK, blocks = HS_CEIL(n, len);
+  for (int64_t b = 0; b < blocks; b++) {
+    sum[b] = 0;
+    for (int64_t i = b * len, end = HS_MIN(n, i + len); i < end; i += DRAW_BLOCK)
+      sum[b] += FN(draw_weights)(e, z + i, HS_MIN(DRAW_BLOCK, end - i), invt, max);
+    total += sum[b];
+  }
+  const double stop = u * total;
+  int32_t last = 0;
+  for (int64_t b = 0; b < blocks; b++) {
+    if (cum + sum[b] <= stop && b + 1 < blocks) {
+      cum += sum[b];
+      continue;
+    }
+    for (int64_t i = b * len, end = HS_MIN(n, i + len); i < end; i += DRAW_BLOCK) {
+      const int64_t m = HS_MIN(DRAW_BLOCK, end - i);
+      FN(draw_weights)(e, z + i, m, invt, max);
+      for (int64_t j = 0; j < m; j++) {
+        if (!(e[j] > 0)) continue;
+        cum += (double)e[j];
+        last = (int32_t)(i + j);
+        if (cum > stop) return last;
+      }
+    }
+  }
+  return last;
+}
+
 typedef struct { const hs_sample_args* a; volatile int64_t bad; } FN(sample_ctx);
 
 static void FN(sample_task)(void* c_, int64_t row, int worker) {
@@ -304,7 +350,9 @@ static void FN(sample_task)(void* c_, int64_t row, int worker) {
     return;
   }
   int32_t tok = 0;
-  if (r->temperature > 0) {
+  if (r->temperature > 0 && r->min_p == 0 && r->top_p >= 1 && (r->top_k == 0 || r->top_k >= n)) {
+    tok = FN(draw_all)(z, n, invt, s.max, philox_uniform(r));
+  } else if (r->temperature > 0) {
     FN(keep) k = {-INFINITY, {0, 0}, {n, n}};
     if (r->min_p > 0) k.dmin = rlog((real)r->min_p);
     if (k.dmin > 0) k.dmin = 0;

@@ -399,6 +399,41 @@ static hs_status FN(gdn_bwd)(const hs_gdn_bwd_args* a) {
 
 // ---- one step (model.md 3.5) ----
 
+// W*VW columns of one head's state; reads ahead in the state at `next`. Sums over dk run in two interleaved chains.
+HS_INLINE void FN(gdn_step_cols)(real* S, const real* next, int64_t dv, int64_t dk, const real* q, const real* k, const real* v, real* o,
+                                 real beta, real al, int64_t w, const int W) {
+  const VR va = FN(splat)(al), vb = FN(splat)(beta);
+  VR r[2][2], d[2];
+#pragma GCC unroll 2
+  for (int c = 0; c < W; c++) r[0][c] = r[1][c] = vzero();
+  int64_t i = 0;
+  for (; i + 2 <= dk; i += 2)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+#pragma GCC unroll 2
+      for (int c = 0; c < W; c++) __builtin_prefetch(next + (i + h) * dv + c * VW);
+#pragma GCC unroll 2
+      for (int c = 0; c < W; c++) r[h][c] = vfma(FN(splat)(k[i + h]), vloadn(S + (i + h) * dv + c * VW, w - c * VW), r[h][c]);
+    }
+  if (i < dk)
+#pragma GCC unroll 2
+    for (int c = 0; c < W; c++) r[0][c] = vfma(FN(splat)(k[i]), vloadn(S + i * dv + c * VW, w - c * VW), r[0][c]);
+#pragma GCC unroll 2
+  for (int c = 0; c < W; c++) {
+    d[c] = vb * (vloadn(v + c * VW, w - c * VW) - va * (r[0][c] + r[1][c]));
+    r[0][c] = r[1][c] = vzero();
+  }
+  for (i = 0; i < dk; i++)
+#pragma GCC unroll 2
+    for (int c = 0; c < W; c++) {
+      const VR x = vfma(FN(splat)(k[i]), d[c], va * vloadn(S + i * dv + c * VW, w - c * VW));
+      vstoren(S + i * dv + c * VW, x, w - c * VW);
+      r[0][c] = vfma(FN(splat)(q[i]), x, r[0][c]);
+    }
+#pragma GCC unroll 2
+  for (int c = 0; c < W; c++) vstoren(o + c * VW, r[0][c], w - c * VW);
+}
+
 static void FN(gdn_step_task)(void* ctx, int64_t task, int worker) {
   const hs_gdn_step_args* a = ctx;
   (void)worker;
@@ -409,19 +444,12 @@ static void FN(gdn_step_task)(void* ctx, int64_t task, int worker) {
       const real* v = (const real*)a->v + (b * nv + h) * dv;
       const real beta = ((const real*)a->beta)[b * nv + h], al = rexp(((const real*)a->g)[b * nv + h]);
       real *S = (real*)a->rec_state + (a->slot[b] * nv + h) * dk * dv, *o = (real*)a->o + (b * nv + h) * dv;
-      const VR va = FN(splat)(al), vb = FN(splat)(beta);
-      for (int64_t j = 0; j < dv; j += VW) {
-        const int64_t w = dv - j;
-        VR r = vzero();
-        for (int64_t i = 0; i < dk; i++) r = vfma(FN(splat)(k[i]), va * vloadn(S + i * dv + j, w), r);
-        const VR delta = vb * (vloadn(v + j, w) - r);
-        VR out = vzero();
-        for (int64_t i = 0; i < dk; i++) {
-          const VR x = vfma(FN(splat)(k[i]), delta, va * vloadn(S + i * dv + j, w));
-          vstoren(S + i * dv + j, x, w);
-          out = vfma(FN(splat)(q[i]), x, out);
-        }
-        vstoren(o + j, out, w);
+      const real* next = h + 1 < nv ? S + dk * dv : (const real*)a->rec_state + a->slot[HS_MIN(b + 1, a->B - 1)] * nv * dk * dv;
+      int64_t j = 0;
+      if (dv == 2 * VW) FN(gdn_step_cols)(S, next, 2 * VW, dk, q, k, v, o, beta, al, 2 * VW, 2);
+      else {
+        for (; dv - j >= 2 * VW; j += 2 * VW) FN(gdn_step_cols)(S + j, next + j, dv, dk, q, k, v + j, o + j, beta, al, 2 * VW, 2);
+        for (; j < dv; j += VW) FN(gdn_step_cols)(S + j, next + j, dv, dk, q, k, v + j, o + j, beta, al, dv - j, 1);
       }
     }
 }

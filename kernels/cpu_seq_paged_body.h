@@ -1,5 +1,5 @@
-// Attention over a paged KV cache, one level. A sequence with one row in the call (decode) takes row_one: dot products per key, one
-// softmax over the whole context. A sequence with more rows (prefill) takes row_block: tiles of 64 positions counted from 0, as attn.
+// Attention over a paged KV cache, one level. A sequence with one row in the call (decode) takes paged_one: dot products per key, one
+// softmax over the whole context. A sequence with more rows (prefill) takes paged_block: tiles of 64 positions counted from 0, as attn.
 // Which one is a property of the sequence's own rows, so a row's bits never depend on other sequences.
 #include "cpu_seq_mm.h"
 #define PB 32
@@ -47,18 +47,99 @@ HS_INLINE void FN(paged_store)(const FN(paged_ctx) * c, const real* src, int64_t
       FN(unpack)((real*)a->o + ((row + i) * a->nh + hk * c->rep + r) * a->hd, a->hd, src + (i * c->rep + r) * c->hdp, c->hdp, 1, a->hd);
 }
 
+// Lane i = sum of the lanes of p[i].
+HS_INLINE VR FN(sums)(VR p[VW]) {
+#if HS_REAL == 32 && HS_LEVEL == 2
+#define SUM_PD(f, a, b) _mm512_castpd_ps(f(_mm512_castps_pd(a), _mm512_castps_pd(b)))
+  __m512 t[8], u[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) t[i] = _mm512_unpacklo_ps((__m512)p[2 * i], (__m512)p[2 * i + 1]) + _mm512_unpackhi_ps((__m512)p[2 * i], (__m512)p[2 * i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) u[i] = SUM_PD(_mm512_unpacklo_pd, t[2 * i], t[2 * i + 1]) + SUM_PD(_mm512_unpackhi_pd, t[2 * i], t[2 * i + 1]);
+#undef SUM_PD
+  const __m512 a = _mm512_shuffle_f32x4(u[0], u[1], 0x88) + _mm512_shuffle_f32x4(u[0], u[1], 0xdd);
+  const __m512 b = _mm512_shuffle_f32x4(u[2], u[3], 0x88) + _mm512_shuffle_f32x4(u[2], u[3], 0xdd);
+  return (VR)(_mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd));
+#else
+  VR r;
+  for (int i = 0; i < VW; i++) r[i] = vsum(p[i]);
+  return r;
+#endif
+}
+
+// S[i] = q . k[i] for e keys, n vectors wide (q is padded with zeros).
+HS_INLINE void FN(paged_scores)(real* S, const real* q, const real* k, int64_t ld, int64_t e, int64_t hd, const int64_t n) {
+  for (int64_t i0 = 0; i0 < e; i0 += VW) {
+    VR p[VW];
+#pragma GCC unroll 16
+    for (int i = 0; i < VW; i++) {
+      const real* x = k + (i0 + (i0 + i < e ? i : 0)) * ld;
+      p[i] = vload(q) * vloadn(x, hd);
+      for (int64_t j = 1; j < n; j++) p[i] = vfma(vload(q + j * VW), vloadn(x + j * VW, hd - j * VW), p[i]);
+    }
+    vstoren(S + i0, FN(sums)(p), e - i0);
+  }
+}
+
+// Columns [j0, j0 + W*VW) of O for R query heads from r0 on: each page's products from zero, pages added in order.
+HS_INLINE void FN(paged_values)(const FN(paged_ctx) * c, FN(paged_tmp) * t, const int32_t* pages, int64_t n, int64_t hk, int64_t r0, int64_t j0,
+                                const int R, const int W) {
+  const hs_attn_paged_args* a = c->a;
+  const int64_t ps = a->page_size, ld = a->nkv * a->hd, left = a->hd - j0;
+  VR o[4][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) o[r][0] = o[r][1] = vzero();
+  for (int64_t p0 = 0; p0 < n; p0 += ps) {
+    const real* v = (const real*)a->vcache + ((int64_t)*pages++ * ps * a->nkv + hk) * a->hd + j0;
+    const int64_t e = HS_MIN(ps, n - p0);
+    const real* S = t->S + r0 * c->ctx + p0;
+    VR s[4][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) s[r][0] = s[r][1] = vzero();
+    for (int64_t i = 0; i < e; i++) {
+      const VR b0 = vloadn(v + i * ld, left), b1 = W > 1 ? vloadn(v + i * ld + VW, left - VW) : b0;
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const VR x = vset1(S[r * c->ctx + i]);
+        s[r][0] = vfma(x, b0, s[r][0]);
+        if (W > 1) s[r][1] = vfma(x, b1, s[r][1]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      o[r][0] = o[r][0] + s[r][0];
+      if (W > 1) o[r][1] = o[r][1] + s[r][1];
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) {
+    real* O = t->O + (r0 + r) * c->hdp + j0;
+    const VR l = vset1(t->l[r0 + r]);
+    vstore(O, o[r][0] / l);
+    if (W > 1) vstore(O + VW, o[r][1] / l);
+  }
+}
+
 static void FN(paged_one)(const FN(paged_ctx) * c, FN(paged_tmp) * t, int64_t row, int64_t hk) {
   const hs_attn_paged_args* a = c->a;
-  const int64_t hd = a->hd, hdp = c->hdp, rep = c->rep, seq = a->seq[row], n = (int64_t)a->pos[row] + 1, ld = a->nkv * hd;
+  const int64_t hd = a->hd, hdp = c->hdp, rep = c->rep, n = (int64_t)a->pos[row] + 1, ld = a->nkv * hd;
   const int64_t np = SEQ_UP(n, VW), ps = a->page_size;
+  const int32_t* pages = a->block_table + a->seq[row] * a->max_pages;
   FN(paged_load_q)(c, t->Q, row, 1, hk);
-  for (int64_t p0 = 0; p0 < n; p0 += ps) {
-    const real* k = FN(paged_at)(a, a->kcache, seq, p0, hk);
+  for (int64_t p0 = 0, i = 0; p0 < n; p0 += ps, i++) {
+    const real* k = (const real*)a->kcache + ((int64_t)pages[i] * ps * a->nkv + hk) * hd;
     const int64_t e = HS_MIN(ps, n - p0);
+    // Keys two pages ahead and this page's values are on their way while the scores are formed: pages are short and lie anywhere.
+    const real* ahead = (const real*)a->kcache + ((int64_t)pages[p0 + 2 * ps < n ? i + 2 : i] * ps * a->nkv + hk) * hd;
+    const real* v = (const real*)a->vcache + ((int64_t)pages[i] * ps * a->nkv + hk) * hd;
+    for (int64_t x = 0; x < e; x++)
+      for (int64_t j = 0; j < hd; j += 64 / (int64_t)sizeof(real)) {
+        __builtin_prefetch(ahead + x * ld + j);
+        __builtin_prefetch(v + x * ld + j);
+      }
     for (int64_t r = 0; r < rep; r++) {
-      real* S = t->S + r * c->ctx + p0;
-      const real* Q = t->Q + r * hdp;
-      for (int64_t i = 0; i < e; i++) S[i] = vdot(Q, k + i * ld, hd);
+      if (hd == 2 * VW) FN(paged_scores)(t->S + r * c->ctx + p0, t->Q + r * hdp, k, ld, e, 2 * VW, 2);
+      else FN(paged_scores)(t->S + r * c->ctx + p0, t->Q + r * hdp, k, ld, e, hd, HS_CEIL(hd, VW));
     }
   }
   for (int64_t r = 0; r < rep; r++) {
@@ -74,19 +155,17 @@ static void FN(paged_one)(const FN(paged_ctx) * c, FN(paged_tmp) * t, int64_t ro
     }
     t->l[r] = vsum(sum);
   }
-  memset(t->O, 0, (size_t)(rep * hdp) * sizeof(real));
-  for (int64_t p0 = 0; p0 < n; p0 += ps) {
-    const real* v = FN(paged_at)(a, a->vcache, seq, p0, hk);
-    const int64_t e = HS_MIN(ps, n - p0);
-    if (hd % SEQ_PAD) {
-      FN(pack)(t->V, hdp, v, ld, e, hd);
-      FN(mm1)(t->O, hdp, t->S + p0, c->ctx, 1, t->V, hdp, rep, hdp, e);
+  for (int64_t j = 0; j < hd; j += 2 * VW) {
+    int64_t r = 0;
+    if (hd - j > VW) {
+      for (; r + 4 <= rep; r += 4) FN(paged_values)(c, t, pages, n, hk, r, j, 4, 2);
+      for (; r + 2 <= rep; r += 2) FN(paged_values)(c, t, pages, n, hk, r, j, 2, 2);
+      if (r < rep) FN(paged_values)(c, t, pages, n, hk, r, j, 1, 2);
     } else {
-      FN(mm1)(t->O, hdp, t->S + p0, c->ctx, 1, v, ld, rep, hdp, e);
+      for (; r + 4 <= rep; r += 4) FN(paged_values)(c, t, pages, n, hk, r, j, 4, 1);
+      for (; r < rep; r++) FN(paged_values)(c, t, pages, n, hk, r, j, 1, 1);
     }
   }
-  for (int64_t r = 0; r < rep; r++)
-    for (int64_t j = 0; j < hdp; j += VW) vstore(t->O + r * hdp + j, vload(t->O + r * hdp + j) / FN(splat)(t->l[r]));
   FN(paged_store)(c, t->O, row, 1, hk);
 }
 
