@@ -384,8 +384,9 @@ func (c *Config) crossCheck(bad func(path, value, allowed string)) {
 	for _, n := range []struct {
 		path string
 		v    int
-	}{{"router.evidence_tasks", c.Router.EvidenceTasks}, {"router.recalibrate_tasks", c.Router.RecalibrateTasks}} {
-		if n.v > c.Task.Val {
+		used bool
+	}{{"router.evidence_tasks", c.Router.EvidenceTasks, true}, {"router.recalibrate_tasks", c.Router.RecalibrateTasks, c.Router.RecalibrateEvery > 0}} {
+		if n.used && n.v > c.Task.Val {
 			bad(n.path, strconv.Itoa(n.v), fmt.Sprintf("at most task.val (%d)", c.Task.Val))
 		}
 	}

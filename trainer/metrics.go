@@ -125,7 +125,7 @@ type Record struct {
 		Env    float64 `metric:"time/env" doc:"seconds waiting for environments alone"`
 		Rescue float64 `metric:"time/rescue" doc:"seconds with only rescue attempts left"`
 		Update float64 `metric:"time/update" doc:"seconds of forward, backward and optimiser"`
-		Ckpt   float64 `metric:"time/ckpt" doc:"seconds of saving"`
+		Ckpt   float64 `metric:"time/ckpt" doc:"seconds the last checkpoint before this record took"`
 		Eval   float64 `metric:"time/eval" doc:"seconds of evaluation"`
 	}
 	Queue struct {

@@ -88,17 +88,22 @@ func CreateRun(root, name string, config []byte, m Manifest, clean bool) (*RunDi
 		return nil, &Error{Op: "create run", Err: fmt.Errorf("%s: %w", dir, ErrRunExists),
 			Hint: fmt.Sprintf("go on with it: --run %s --resume; keep it and start another: --run NAME; delete it and start again: --run %s --clean", name, name)}
 	}
-	for _, s := range subdirs {
-		if err := os.MkdirAll(filepath.Join(dir, s), 0o755); err != nil {
-			return nil, diskError("create run", filepath.Join(dir, s), err)
-		}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return nil, diskError("create run", dir, err)
 	}
 	r := &RunDir{dir: dir, Attempt: 1, manifest: m}
 	r.manifest.Schema, r.manifest.Name = 1, name
 	if err := r.takeLock(m.Created); err != nil {
 		return nil, err
 	}
-	if err := errors.Join(WriteAtomic(r.Path("run.toml"), config), r.startAttempt(m.Created, 0)); err != nil {
+	// What can be resumed comes first, so that a kill leaves a run that goes on or a directory that counts as unused.
+	err := errors.Join(WriteAtomic(r.Path("run.toml"), config), r.startAttempt(m.Created, 0))
+	for _, s := range subdirs {
+		if e := os.MkdirAll(r.Path(s), 0o755); e != nil && err == nil {
+			err = diskError("create run", r.Path(s), e)
+		}
+	}
+	if err != nil {
 		return nil, errors.Join(err, r.Close())
 	}
 	return r, nil
@@ -344,6 +349,15 @@ func (r *RunDir) Close() error {
 	return nil
 }
 
+// Discard releases the lock and removes the directory: for a new run that could not start.
+func (r *RunDir) Discard() error {
+	if err := os.RemoveAll(r.dir); err != nil {
+		return fmt.Errorf("discard run: %w", err)
+	}
+	r.lock = ""
+	return nil
+}
+
 // Appender adds JSON lines to a file; every line is one write, so a kill leaves
 // whole lines and at most one cut one, which resume removes.
 type Appender struct {
@@ -418,12 +432,19 @@ func truncateJSONL(path string, step int) error {
 	return WriteAtomic(path, keep.Bytes())
 }
 
+// inUse reports whether dir holds anything but a lock and temporary files, which a process that was killed while it created the run
+// leaves; whether the lock's owner lives is takeLock's question.
 func inUse(dir string) (bool, error) {
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, os.ErrNotExist) {
 		return false, nil
 	}
-	return len(entries) > 0, err
+	for _, e := range entries {
+		if !strings.HasPrefix(e.Name(), lockFile) && !strings.HasSuffix(e.Name(), ".tmp") {
+			return true, err
+		}
+	}
+	return false, err
 }
 
 // cleanRun removes a run directory, and nothing that is not one.

@@ -84,6 +84,31 @@ func TestRunDirectoryGuard(t *testing.T) {
 	}
 }
 
+// What a kill during the creation of a run leaves is not in anyone's way; a run that did not start leaves nothing.
+func TestUnfinishedCreation(t *testing.T) {
+	root := t.TempDir()
+	dir := filepath.Join(root, "a")
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{lockFile + ".123", "run.toml.tmp"} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte("{"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r, err := CreateRun(root, "a", []byte("x"), Manifest{Created: at(0)}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Discard(); err != nil {
+		t.Error(err)
+	}
+	closeRun(t, r)
+	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("discarded run: %v", err)
+	}
+}
+
 func TestStaleLock(t *testing.T) {
 	root := t.TempDir()
 	closeRun(t, create(t, root, "a"))

@@ -26,7 +26,8 @@ type run struct {
 	val      []env.TaskRef
 	st       runState
 	start    time.Time
-	unsaved  bool // a due checkpoint could not be written yet
+	unsaved  bool    // a due checkpoint could not be written yet
+	saving   float64 // seconds the last checkpoint took
 	progress func(Progress)
 
 	ckpts     *Checkpoints

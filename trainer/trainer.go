@@ -157,21 +157,19 @@ func (t *run) step(ctx context.Context, step int) error {
 			return err
 		}
 	}
-	if every := t.cfg.Save.Every; t.unsaved || step == t.cfg.Run.Steps || every > 0 && step%every == 0 {
-		began := time.Now()
-		if err := t.save(ctx, step == t.cfg.Run.Steps); err != nil {
-			return err
-		}
-		rec.Time.Ckpt = since(began)
-	}
 	fillTimes(rec, p, u.TrainTotal)
+	rec.Time.Ckpt = t.saving
 	if m, ok := t.d.Learner.(interface{ PeakBytes() int64 }); ok {
 		rec.Mem.Peak = float64(m.PeakBytes())
 	}
+	// The record comes before the checkpoint: a run that goes on from a step has the records of that step and of all before it.
 	for _, s := range t.o.Sinks {
 		if err := s.Write(rec); err != nil {
 			return fmt.Errorf("write metrics: %w", err)
 		}
+	}
+	if every := t.cfg.Save.Every; t.unsaved || step == t.cfg.Run.Steps || every > 0 && step%every == 0 {
+		return t.save(ctx, step == t.cfg.Run.Steps)
 	}
 	return nil
 }
@@ -287,13 +285,14 @@ func (t *run) save(ctx context.Context, last bool) error {
 		return nil
 	}
 	for try := 0; ; try++ {
+		began := time.Now()
 		snap, err := t.snapshot()
 		if err != nil {
 			return err
 		}
 		_, err = t.ckpts.Save(snap)
 		if err == nil {
-			t.unsaved = false
+			t.unsaved, t.saving = false, since(began)
 			t.event(Event{Step: t.st.Step, Event: "checkpoint"})
 			return nil
 		}

@@ -225,6 +225,28 @@ func TestResumeRefusesAnotherRun(t *testing.T) {
 	}
 }
 
+// A kill right after a checkpoint must not lose the record of its step.
+func TestRecordComesBeforeCheckpoint(t *testing.T) {
+	w := newWorld(t, mixedRates, byRate)
+	d := newRunDir(t)
+	seen := 0
+	check := sinkFunc(func(r *Record) error {
+		seen++
+		if _, err := os.Stat(d.Path("checkpoints", stepName(r.Step))); err == nil {
+			t.Errorf("step %d: saved before it was recorded", r.Step)
+		}
+		return nil
+	})
+	if s, err := startRun(t, w, RunOptions{Dir: d, Sinks: []Sink{check}}); err != nil || seen != s.Steps {
+		t.Errorf("%d records, %v", seen, err)
+	}
+}
+
+type sinkFunc func(*Record) error
+
+func (f sinkFunc) Write(r *Record) error { return f(r) }
+func (sinkFunc) Close() error            { return nil }
+
 func TestInterruptSavesAndStops(t *testing.T) {
 	w, d := newWorld(t, mixedRates, byRate), newRunDir(t)
 	w.cfg.Save.Every = 0
