@@ -300,7 +300,7 @@ func (e *Env) Health(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, infraTimeout)
 	defer cancel()
 	infra := func(err error) error {
-		return &env.InfraError{Phase: "health", Retryable: true, Err: &Error{"reach database", err, "is the server running? check dbbench.dsn, or remove it to use the embedded engine"}}
+		return &env.InfraError{Phase: "health", Retryable: true, Err: &Error{"reach database", err, "start the server or correct the DSN (task.dsn, --dsn); without one the embedded database is used"}}
 	}
 	if _, err := e.backend.version(ctx); err != nil {
 		return infra(err)
