@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 
 	"harness-s/env"
@@ -98,9 +97,6 @@ func (c *envCheck) Run(ctx context.Context, g *globals) error {
 	})
 	g.progress.clear()
 	if err != nil {
-		if errors.Is(err, env.ErrInfra) {
-			return exitError{code: exitNotReady, err: err}
-		}
 		return err
 	}
 	res := envCheckResult{Env: c.Name, Data: data, Backend: "embedded", Rows: rep.Rows, Passed: rep.Passed, Failed: rep.Failed}

@@ -123,6 +123,11 @@ func (g *globals) runDir(name string) (string, error) {
 			return dir, nil
 		}
 	}
+	return "", g.noRun(name)
+}
+
+// noRun says that there is no such run, and which there are.
+func (g *globals) noRun(name string) error {
 	hint := "hs ls shows the runs"
 	if runs, err := listRuns(g.Root); err == nil && len(runs) > 0 {
 		var names []string
@@ -131,7 +136,7 @@ func (g *globals) runDir(name string) (string, error) {
 		}
 		hint = "runs here: " + strings.Join(names, ", ")
 	}
-	return "", usage(hint, "no run %q under %s", name, g.Root)
+	return usage(hint, "no run %q under %s", name, g.Root)
 }
 
 // showCmd drills into a run: hs show RUN[/STEP[/TASK[/ATTEMPT]]].

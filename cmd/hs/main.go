@@ -19,6 +19,11 @@ import (
 
 	"github.com/alecthomas/kong"
 
+	"harness-s/env"
+	"harness-s/env/dbbench"
+	"harness-s/env/harness"
+	"harness-s/kernels"
+	"harness-s/model"
 	"harness-s/trainer"
 )
 
@@ -128,7 +133,7 @@ func report(w io.Writer, err error) int {
 	case errors.As(err, &code) && code.silent:
 		return code.code
 	case errors.Is(err, trainer.ErrInterrupted):
-		fmt.Fprintln(w, "interrupted after a clean checkpoint; go on with: hs train --run NAME --resume")
+		fmt.Fprintln(w, "interrupted after a clean checkpoint;", hintOf(err))
 		return exitInterrupted
 	}
 	fmt.Fprintln(w, "error:", err)
@@ -140,8 +145,10 @@ func report(w io.Writer, err error) int {
 		return code.code
 	case errors.Is(err, trainer.ErrGate):
 		return exitGate
-	case errors.Is(err, trainer.ErrConfig), errors.Is(err, trainer.ErrRunExists):
+	case errors.Is(err, trainer.ErrConfig), errors.Is(err, trainer.ErrRunExists), errors.Is(err, trainer.ErrLocked):
 		return exitUsage
+	case errors.Is(err, trainer.ErrEnvDown), errors.Is(err, env.ErrInfra), errors.Is(err, kernels.ErrNoDevice):
+		return exitNotReady
 	}
 	return exitFailure
 }
@@ -166,15 +173,33 @@ func usage(hint, format string, args ...any) error {
 	return exitError{code: exitUsage, err: &trainer.Error{Op: "read command line", Err: fmt.Errorf(format, args...), Hint: hint}}
 }
 
-// hintOf finds the hint of the first error in the chain that carries one. Every package's Error type has a Hint field; those that are
-// not the trainer's answer to HintText.
+// hintOf is the first hint in the tree of err, outermost first. Every package's Error type carries one.
 func hintOf(err error) string {
-	if h := trainer.Hint(err); h != "" {
-		return h
+	hint := ""
+	switch e := err.(type) {
+	case *trainer.Error:
+		hint = e.Hint
+	case *model.Error:
+		hint = e.Hint
+	case *kernels.Error:
+		hint = e.Hint
+	case *harness.Error:
+		hint = e.Hint
+	case *dbbench.Error:
+		hint = e.Hint
 	}
-	var h interface{ HintText() string }
-	if errors.As(err, &h) {
-		return h.HintText()
+	if hint != "" {
+		return hint
+	}
+	switch e := err.(type) {
+	case interface{ Unwrap() error }:
+		return hintOf(e.Unwrap())
+	case interface{ Unwrap() []error }:
+		for _, sub := range e.Unwrap() {
+			if hint = hintOf(sub); hint != "" {
+				return hint
+			}
+		}
 	}
 	return ""
 }

@@ -3,12 +3,19 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
+	"harness-s/env"
+	"harness-s/env/dbbench"
+	"harness-s/env/harness"
+	"harness-s/kernels"
 	"harness-s/model"
+	"harness-s/trainer"
 )
 
 // hs runs a command line in process.
@@ -55,6 +62,8 @@ func TestUsage(t *testing.T) {
 		{"unknown env", []string{"env", "check", "appworld"}, exitUsage, []string{"appworld", "dbbench"}},
 		{"missing rows", []string{"env", "check", "dbbench", "--data", missing}, exitFailure, []string{"none.toml"}},
 		{"test split without record", []string{"eval", "--split", "test"}, exitUsage, []string{"--out"}},
+		{"resume another run", []string{"-C", t.TempDir(), "train", "--run", "nope", "--resume"}, exitUsage, []string{`no run "nope"`, "hint: hs ls"}},
+		{"dead database", []string{"-C", t.TempDir(), "play", "--set", "task.dsn=root@tcp(127.0.0.1:1)/"}, exitNotReady, []string{"reach database", "hint: start the server"}},
 		{"resume nothing", []string{"-C", t.TempDir(), "train", "--resume"}, exitUsage, []string{"no runs"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -68,6 +77,31 @@ func TestUsage(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+func TestReport(t *testing.T) {
+	cause := errors.New("cause")
+	for _, c := range []struct {
+		err  error
+		code int
+		want string
+	}{
+		{nil, exitOK, ""},
+		{cause, exitFailure, "error: cause\n"},
+		{&kernels.Error{Op: "a", Err: kernels.ErrNoDevice, Hint: "h"}, exitNotReady, "hint: h\n"},
+		{fmt.Errorf("x: %w", &model.Error{Op: "a", Err: cause, Hint: "h"}), exitFailure, "hint: h\n"},
+		{errors.Join(cause, &harness.Error{Op: "a", Err: &trainer.Error{Op: "b", Err: cause, Hint: "h"}}), exitFailure, "hint: h\n"},
+		{&env.InfraError{Phase: "open", Err: &dbbench.Error{Op: "a", Err: cause, Hint: "h"}}, exitNotReady, "hint: h\n"},
+		{&trainer.Error{Op: "a", Err: trainer.ErrGate, Hint: "outer"}, exitGate, "hint: outer\n"},
+		{fmt.Errorf("x: %w", trainer.ErrEnvDown), exitNotReady, "environment is down\n"},
+		{fmt.Errorf("x: %w", trainer.ErrLocked), exitUsage, "live process\n"},
+		{&trainer.Error{Op: "train", Err: trainer.ErrInterrupted, Hint: "go on"}, exitInterrupted, "checkpoint; go on\n"},
+	} {
+		var b bytes.Buffer
+		if code := report(&b, c.err); code != c.code || !strings.HasSuffix(b.String(), c.want) {
+			t.Errorf("%v: code %d, want %d; printed %q, want %q", c.err, code, c.code, b.String(), c.want)
+		}
 	}
 }
 

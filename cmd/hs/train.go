@@ -60,8 +60,14 @@ func (c *trainCmd) Run(ctx context.Context, g *globals) error {
 	}
 	defer dir.Close()
 	sum, err := c.train(ctx, g, cfg, dir, loaded)
-	if sum == nil {
+	if sum == nil { // nothing was started
+		if !c.Resume {
+			err = errors.Join(err, dir.Discard())
+		}
 		return err
+	}
+	if errors.Is(err, trainer.ErrInterrupted) {
+		err = &trainer.Error{Op: "train", Err: err, Hint: fmt.Sprintf("go on with: hs train --run %s --resume", cfg.Run.Name)}
 	}
 	sum.TotalSeconds = time.Since(start).Seconds()
 	sum.PeakRSSMiB = peakRSSMiB()
@@ -93,6 +99,9 @@ func (c *trainCmd) configuration(g *globals) (*trainer.Resolved, error) {
 				return nil, err
 			}
 			c.Name = name
+		}
+		if _, err := os.Stat(filepath.Join(g.Root, c.Name, "run.toml")); err != nil {
+			return nil, g.noRun(c.Name)
 		}
 		if f.Preset != "" || len(f.Config) > 0 {
 			g.logger().Warn("a resumed run reads its own run.toml: --preset and --config are not used", "run", c.Name)
@@ -241,6 +250,9 @@ type evalCmd struct {
 
 // Run evaluates.
 func (c *evalCmd) Run(ctx context.Context, g *globals) error {
+	if c.Split == "test" && c.Out == "" {
+		return needsOut()
+	}
 	for _, s := range []struct {
 		on       bool
 		key, val string
@@ -261,7 +273,7 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 	var rec env.Recorder
 	if cfg.Eval.Split == "test" {
 		if c.Out == "" {
-			return usage("add --out FILE.json: opening the test split is recorded beside the result", "--split test needs --out")
+			return needsOut()
 		}
 		rec = &sealFile{path: c.Out + ".unsealed.jsonl"}
 	}
@@ -301,6 +313,10 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 		return g.emit(rep)
 	}
 	return nil
+}
+
+func needsOut() error {
+	return usage("add --out FILE.json: opening the test split is recorded beside the result", "the test split needs --out")
 }
 
 // sealFile records an unsealing beside an evaluation that belongs to no run.

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -54,11 +55,7 @@ func (g *globals) device(name string, threads int, gemm string) (*kernels.Device
 	if name == "auto" || name == "" {
 		name = "cpu" // this build has no GPU driver layer; hs doctor says so
 	}
-	dev, err := kernels.Open(name, kernels.Options{Threads: threads, Gemm: gemm})
-	if errors.Is(err, kernels.ErrNoDevice) {
-		return nil, exitError{code: exitNotReady, err: err}
-	}
-	return dev, err
+	return kernels.Open(name, kernels.Options{Threads: threads, Gemm: gemm})
 }
 
 // openModel loads a checkpoint directory, or the shipped tiny checkpoint for "".
@@ -109,6 +106,9 @@ func (g *globals) open(cfg trainer.Config, train bool, log *slog.Logger, load fu
 		return nil, err
 	}
 	if s.env, err = openEnv(cfg); err != nil {
+		return nil, err
+	}
+	if err = s.env.Health(context.Background()); err != nil {
 		return nil, err
 	}
 	if s.pool, err = openPool(cfg); err != nil {
