@@ -93,9 +93,11 @@ func load(fsys fs.FS, origin string, dev *kernels.Device, o LoadOptions, open fu
 	return m, nil
 }
 
-// NewRandom makes a model with random weights as the reference initialises them: matrices, embedding and convolution normal with
-// deviation InitRange, zero-centred norms 0, gated norm and dt_bias 1, A_log = log(uniform(0, 16)). Each tensor has its own stream of
-// random numbers keyed by seed and name, so values do not depend on the order of tensors.
+// NewRandom makes a model with random weights fit for training from scratch: matrices and embedding normal with deviation InitRange,
+// convolution uniform in +-1/sqrt(taps), zero-centred norms 0, gated norm 1, A_log = log(uniform(0, 16)), and dt_bias such that
+// softplus(dt_bias) is log-uniform in [0.001, 0.1], i.e. states that last for tens to thousands of tokens (the published reference
+// starts from dt_bias 1, which forgets within one token). Each tensor has its own stream of random numbers keyed by seed and name, so
+// values do not depend on the order of tensors.
 func NewRandom(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*Model, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -128,9 +130,18 @@ func initial(e Entry, seed uint64, std float64) []float32 {
 		for i := range v {
 			v[i] = float32(math.Log(16 * (1 - rng.Float64()))) // in (0, 16]
 		}
-	case strings.HasSuffix(e.Name, "linear_attn.dt_bias"), strings.HasSuffix(e.Name, "linear_attn.norm.weight"):
+	case strings.HasSuffix(e.Name, "linear_attn.dt_bias"):
+		for i := range v {
+			dt := math.Exp(math.Log(1e-3) + rng.Float64()*math.Log(100)) // 0.001 to 0.1, log-uniform
+			v[i] = float32(math.Log(math.Expm1(dt)))                     // softplus(dt_bias) = dt
+		}
+	case strings.HasSuffix(e.Name, "linear_attn.norm.weight"):
 		for i := range v {
 			v[i] = 1
+		}
+	case strings.HasSuffix(e.Name, "conv1d.weight"):
+		for i := range v {
+			v[i] = float32(rng.Float64() - 0.5) // +-1/sqrt(taps)
 		}
 	case len(e.Shape) == 1: // zero-centred norms
 	default:

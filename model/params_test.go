@@ -70,7 +70,15 @@ func TestInitialValues(t *testing.T) {
 				if hi > float32(math.Log(16)) {
 					t.Errorf("%s up to %g", e.Name, hi)
 				}
-			case strings.HasSuffix(e.Name, "dt_bias"), strings.HasSuffix(e.Name, "linear_attn.norm.weight"):
+			case strings.HasSuffix(e.Name, "dt_bias"):
+				if lo < float32(math.Log(math.Expm1(1e-3)))-1e-4 || hi > float32(math.Log(math.Expm1(0.1)))+1e-4 {
+					t.Errorf("%s in %g..%g", e.Name, lo, hi)
+				}
+			case strings.HasSuffix(e.Name, "conv1d.weight"):
+				if lo < -0.5 || hi > 0.5 || lo >= 0 || hi <= 0 {
+					t.Errorf("%s in %g..%g, want within +-0.5", e.Name, lo, hi)
+				}
+			case strings.HasSuffix(e.Name, "linear_attn.norm.weight"):
 				if lo != 1 || hi != 1 {
 					t.Errorf("%s in %g..%g, want 1", e.Name, lo, hi)
 				}

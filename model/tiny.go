@@ -35,7 +35,7 @@ func TinyConfig() *Config {
 		NumHeads: 4, NumKVHeads: 2, HeadDim: 32, RotaryDim: 8,
 		RopeTheta: 1e7, RMSEps: 1e-6,
 		LinKeyHeads: 2, LinValueHeads: 4, LinKeyDim: 32, LinValueDim: 32, ConvKernel: 4,
-		LayerTypes: layerPattern(8, 4), TieEmbeddings: true, MaxPositions: 8192, InitRange: 0.02,
+		LayerTypes: layerPattern(8, 4), TieEmbeddings: true, MaxPositions: 8192, InitRange: 0.09, // about 1/sqrt(hidden); 0.02 is that of hidden 2560
 	}
 }
 

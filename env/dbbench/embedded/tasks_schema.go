@@ -17,36 +17,30 @@ type schema struct {
 	num    string
 }
 
+// Tables, names, values and numbers are few on purpose: a policy of two million parameters must learn to pick the ones a question
+// names, and is to be told apart by its habits, not by its spelling.
 func schemas() []schema {
 	return []schema{
-		{"ferries", "port", "deck", []string{"Lund", "Brae", "Oban", "Kirk"}, []string{"open", "low", "high"}, "crew"},
-		{"buoys", "color", "state", []string{"red", "green", "white", "black"}, []string{"lit", "dark", "lost"}, "depth"},
-		{"kilns", "clay", "glaze", []string{"stone", "ball", "bone", "fire"}, []string{"ash", "salt", "slip"}, "heat"},
-		{"radios", "band", "tone", []string{"long", "short", "mid", "wide"}, []string{"clear", "soft", "harsh"}, "power"},
-		{"seeds", "soil", "shelf", []string{"sand", "loam", "peat", "chalk"}, []string{"top", "east", "west"}, "weight"},
-		{"looms", "yarn", "weave", []string{"wool", "silk", "hemp", "flax"}, []string{"plain", "twill", "satin"}, "width"},
-		{"trams", "depot", "brake", []string{"mill", "dock", "park", "hill"}, []string{"air", "hand", "disc"}, "seats"},
-		{"hives", "wood", "honey", []string{"pine", "oak", "cedar", "birch"}, []string{"lime", "clover", "thyme"}, "frames"},
+		{"ferries", "port", "deck", []string{"Lund", "Brae", "Oban"}, []string{"open", "low", "high"}, "crew"},
+		{"buoys", "color", "state", []string{"red", "green", "white"}, []string{"lit", "dark", "lost"}, "depth"},
+		{"seeds", "soil", "shelf", []string{"sand", "loam", "peat"}, []string{"top", "east", "west"}, "weight"},
+		{"hives", "wood", "honey", []string{"pine", "oak", "cedar"}, []string{"lime", "clover", "thyme"}, "frames"},
 	}
 }
 
 // paged tables are long enough that listing one overflows the observation.
 func longSchemas() []schema {
 	return []schema{
-		{table: "parcels", a: "port", b: "size", av: []string{"Lund", "Brae", "Oban", "Kirk"}, bv: []string{"small", "large", "heavy"}},
-		{table: "calls", a: "band", b: "tone", av: []string{"long", "short", "mid", "wide"}, bv: []string{"clear", "soft", "harsh"}},
-		{table: "plots", a: "soil", b: "crop", av: []string{"sand", "loam", "peat", "chalk"}, bv: []string{"beans", "maize", "barley"}},
+		{table: "parcels", a: "port", b: "size", av: []string{"Lund", "Brae", "Oban"}, bv: []string{"small", "large", "heavy"}},
+		{table: "plots", a: "soil", b: "crop", av: []string{"sand", "loam", "peat"}, bv: []string{"beans", "maize", "barley"}},
 	}
 }
 
 // names are the keys of every short table.
-var names = [...]string{
-	"Otter", "Heron", "Finch", "Raven", "Swift", "Crane", "Eagle", "Robin", "Stork", "Egret", "Wren", "Gull", "Hawk", "Kite", "Lark", "Owl",
-	"Ibis", "Dove", "Quail", "Tern", "Puffin", "Falcon", "Merlin", "Pipit", "Bear", "Wolf", "Fox", "Hare", "Lynx", "Mole", "Seal", "Toad",
-}
+var names = [...]string{"Otter", "Heron", "Finch", "Raven", "Swift", "Crane", "Eagle", "Robin"}
 
 // reserved words of MySQL 8 that make plausible column names.
-var reservedColumns = [...]string{"rank", "order", "group", "range", "key"}
+var reservedColumns = [...]string{"rank", "order", "group"}
 
 func column(n, typ string) Column { return Column{Name: n, Type: typ} }
 
@@ -58,7 +52,7 @@ func (g *gen) short(s schema, num string) Table {
 	t := Table{Name: s.table, Columns: []Column{column("name", "text"), column(s.a, "text"), column(s.b, "text"), column(num, "number")}}
 	perm := g.Perm(len(names))
 	used := map[int]bool{}
-	for i := range 6 + g.IntN(5) {
+	for i := range 6 + g.IntN(len(names)-5) {
 		n := g.number()
 		for used[n] {
 			n = g.number()
@@ -69,17 +63,10 @@ func (g *gen) short(s schema, num string) Table {
 	return t
 }
 
-// number is 2-199 with one, two and three digits about equally often, so that
-// text order and number order differ in most tables.
-func (g *gen) number() int {
-	switch g.IntN(3) {
-	case 0:
-		return 2 + g.IntN(8)
-	case 1:
-		return 10 + g.IntN(90)
-	}
-	return 100 + g.IntN(100)
-}
+// quantities have one, two and three digits about equally often, so that text order and number order differ in most tables.
+var quantities = [...]int{3, 5, 8, 9, 20, 40, 60, 75, 110, 130, 150, 180}
+
+func (g *gen) number() int { return quantities[g.IntN(len(quantities))] }
 
 // long fills a table of 38-45 rows with rising codes.
 func (g *gen) long(s schema) Table {
