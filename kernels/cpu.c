@@ -57,7 +57,7 @@ int hs_simd_level(void) {
 // The caller works too and waits for tasks, never for workers: one that is still asleep costs nothing.
 
 #define POOL_CLOSED 0xffffffffu
-#define POOL_SPINS 400   // pauses before a worker sleeps: a few tens of microseconds
+#define POOL_SPINS 1200   // pauses before a worker sleeps: under 100 microseconds, which bridges the host work between two decode steps
 
 static struct {
   pthread_mutex_t owner;               // held by the caller whose job it is

@@ -159,6 +159,13 @@ HS_INLINE void FN(pack_a)(real* dst, const real* a, int64_t lda, int64_t kc, int
   }
 }
 
+// Where the block of B after panel p and k0 starts in a task's walk over panels [p0, p1), 0 after its last one.
+HS_INLINE const real* FN(next_block)(const FN(gemm_ctx)* g, int64_t p, int64_t p0, int64_t p1, int64_t k0) {
+  if (p + 1 < p1) return g->b + (p + 1) * g->nv * VW * g->ldb + k0;
+  if (k0 + HS_GEMM_KC < g->K) return g->b + p0 * g->nv * VW * g->ldb + k0 + HS_GEMM_KC;
+  return p1 < g->panels ? g->b + p1 * g->nv * VW * g->ldb : 0;
+}
+
 static void FN(gemm_task)(void* c_, int64_t task, int worker) {
   (void)worker;
   const FN(gemm_ctx)* g = c_;
@@ -177,7 +184,13 @@ static void FN(gemm_task)(void* c_, int64_t task, int worker) {
       if (g->flags & HS_TRANS_B) FN(pack_cols)(panel, g->b + j0 * g->ldb + k0, g->ldb, kc, n, nr);
       else FN(pack_rows)(panel, g->b + k0 * g->ldb + j0, g->ldb, kc, n, nr);
       real* c = g->c + i0 * g->ldc + j0;
+      // With few rows the time goes into fetching B: ask for the next block while this one is in use.
+      const real* ahead = m <= 128 && (g->flags & HS_TRANS_B) ? FN(next_block)(g, p, p0, p1, k0) : 0;
+      const int64_t last = (g->N - 1) * g->ldb + g->K, lines = HS_CEIL(nr * TILE_MR, m);
       for (int64_t i = 0; i < m; i += TILE_MR) {
+        for (int64_t r = i / TILE_MR * lines; ahead && r < HS_MIN(nr, (i / TILE_MR + 1) * lines); r++)
+          for (int64_t k = 0; k < HS_GEMM_KC && ahead + r * g->ldb + k < g->b + last; k += 64 / (int64_t)sizeof(real))
+            __builtin_prefetch(ahead + r * g->ldb + k);
         const FN(tile_fn) tile = FN(tile_for)(HS_MIN(TILE_MR, m - i), nv);
         if (packed) tile(block + i * kc, 1, TILE_MR, panel, kc, c + i * g->ldc, g->ldc, n, add);
         else tile(a + i * g->ars, g->ars, g->aks, panel, kc, c + i * g->ldc, g->ldc, n, add);
