@@ -154,7 +154,7 @@ func (c *benchTrain) Run(ctx context.Context, g *globals) error {
 	defer dev.Close()
 	defer m.Close()
 	// Microbatches of whole rows keep the working set near the caches; gradients accumulate over them as in training.
-	micro := max(1, min(c.Rows, 2048/c.Length))
+	micro := max(1, min(c.Rows, 1024/c.Length))
 	x, err := model.NewExec(m, model.ExecOptions{Temperature: 1, MaxRows: micro * c.Length, MaxTargets: micro * c.Length})
 	if err != nil {
 		return err
