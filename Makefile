@@ -54,8 +54,11 @@ reference: ## remake the parity fixtures from transformers (Python, ~7 GB of pac
 golden: ## refresh golden files
 	go test ./... -update
 
-tiny: build ## remake the shipped checkpoint: tokenizer, fresh weights, warm start on generated demonstrations
-	$(HS) sft --preset tiny --new tiny --out build/tiny
+# Two stages: from scratch, then a second set of demonstrations at a lower rate with more of them under matching auxiliaries.
+tiny: build ## remake the shipped checkpoint from nothing, seeded: tokenizer, fresh weights, warm start on demonstrations (10 minutes)
+	$(HS) sft --preset tiny --new tiny --out build/tiny-1
+	$(HS) sft --preset tiny --ckpt build/tiny-1 --out build/tiny --set sft.seed=2 --set sft.lr=7e-4 --set sft.steps=700 --set sft.warmup=20 \
+	  --set sft.tasks=10000 --set sft.original=0.35 --set sft.matched=0.8 --set sft.good_matched=0.95
 	$(HS) sft --pack build/tiny --into model/tiny
 
 bench: build ## CPU benchmarks into bench/results
