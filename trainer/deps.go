@@ -84,7 +84,7 @@ type Deps struct {
 // Options of Assemble beyond the configuration.
 type AssembleOptions struct {
 	Train   bool // build the executor too; the model must have been loaded with LoadOptions.Train
-	MaxRows int  // rows per microbatch, 0 = max(4096, model.max_len)
+	MaxRows int  // rows per microbatch, 0 = max(2048, model.max_len)
 	Log     *slog.Logger
 }
 
@@ -113,7 +113,7 @@ func AssembleBench(cfg Config, m *model.Model, o AssembleOptions) (*Deps, error)
 func (d *Deps) build(cfg Config, m *model.Model, o AssembleOptions) error {
 	maxRows := o.MaxRows
 	if maxRows == 0 {
-		maxRows = max(4096, cfg.Model.MaxLen)
+		maxRows = max(2048, cfg.Model.MaxLen)
 	}
 	live := cfg.Rollout.Slots
 	kv := cfg.Rollout.KVTokens

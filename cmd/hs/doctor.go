@@ -206,7 +206,7 @@ func (c *doctorCmd) checkPlan(cfg trainer.Config) (string, string, string) {
 		return "SKIP", "no plan without a checkpoint: " + err.Error(), hintOf(err)
 	}
 	defer m.Close()
-	rows := max(4096, cfg.Model.MaxLen)
+	rows := max(2048, cfg.Model.MaxLen)
 	x, err := model.NewExec(m, model.ExecOptions{Temperature: 1, MaxRows: rows, MaxTargets: rows, Entropy: true})
 	if err != nil {
 		return "FAIL", err.Error(), hintOf(err)
