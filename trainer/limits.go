@@ -73,7 +73,8 @@ func (s *slots) release() {
 // passes. Its probe is run by whoever waits.
 type breaker struct {
 	health  func(context.Context) error
-	limit   time.Duration // of one probe
+	limit   time.Duration   // of one probe
+	stop    <-chan struct{} // closed when the run shall end: a pause is not waited for; may be nil
 	log     *slog.Logger
 	mu      sync.Mutex
 	ring    []bool
@@ -107,9 +108,25 @@ func (b *breaker) record(infra bool) bool {
 	}
 	b.at = (b.at + 1) % len(b.ring)
 	if b.infra > b.allowed {
-		b.shut = make(chan struct{})
-		b.trips++
-		b.log.Error("paused: environment down", "infra", b.infra, "window", len(b.ring), "trips", b.trips)
+		b.open(fmt.Errorf("%d of the last %d attempts void", b.infra, len(b.ring)))
+	}
+	return b.shut != nil
+}
+
+func (b *breaker) open(why error) {
+	b.shut = make(chan struct{})
+	b.trips++
+	b.log.Error("paused: environment down; the run goes on by itself when it answers", "err", why, "trips", b.trips)
+}
+
+// doubt probes after an infra fault and opens the breaker at once when nothing answers, so that an outage costs no attempt its
+// re-runs. It reports whether the breaker is open.
+func (b *breaker) doubt(ctx context.Context) bool {
+	err := bounded(ctx, b.limit, b.health)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if err != nil && ctx.Err() == nil && b.shut == nil {
+		b.open(err)
 	}
 	return b.shut != nil
 }
@@ -132,6 +149,8 @@ func (b *breaker) wait(ctx context.Context) error {
 		select {
 		case <-shut:
 			return b.wait(ctx)
+		case <-b.stop:
+			return ErrInterrupted
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
@@ -141,30 +160,35 @@ func (b *breaker) wait(ctx context.Context) error {
 
 // probe asks the environment until it answers, then lets attempts go on.
 func (b *breaker) probe(ctx context.Context) error {
-	pause := time.Second
-	for {
-		err := sleep(ctx, pause)
-		if err == nil {
-			err = bounded(ctx, b.limit, b.health)
-			if err == nil {
-				b.mu.Lock()
-				defer b.mu.Unlock()
-				clear(b.ring)
-				b.infra, b.at, b.probing = 0, 0, false
-				close(b.shut)
-				b.shut = nil
-				b.log.Info("resumed: environment answers")
-				return nil
-			}
-			b.log.Warn("environment still down", "err", err, "next_probe", pause)
+	for pause := time.Second; ; pause = min(2*pause, time.Minute) {
+		t := time.NewTimer(pause)
+		var end error
+		select {
+		case <-t.C:
+		case <-b.stop:
+			end = ErrInterrupted
+		case <-ctx.Done():
+			end = context.Cause(ctx)
 		}
-		if ctx.Err() != nil {
+		t.Stop()
+		if end != nil {
 			b.mu.Lock()
 			b.probing = false
 			b.mu.Unlock()
-			return context.Cause(ctx)
+			return end
 		}
-		pause = min(2*pause, time.Minute)
+		err := bounded(ctx, b.limit, b.health)
+		if err == nil {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			clear(b.ring)
+			b.infra, b.at, b.probing = 0, 0, false
+			close(b.shut)
+			b.shut = nil
+			b.log.Warn("resumed: environment answers")
+			return nil
+		}
+		b.log.Warn("environment still down", "err", err, "next_probe", min(2*pause, time.Minute))
 	}
 }
 

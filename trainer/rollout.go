@@ -144,11 +144,14 @@ func (r *rollouts) run(ctx context.Context, o order) (Attempt, error) {
 		}
 		class := a.Outcome.Class()
 		paused := r.breaker.record(class == env.ClassInfra)
+		if class == env.ClassInfra && !paused {
+			paused = r.breaker.doubt(ctx)
+		}
 		a.Voids, a.Seconds = voids, time.Since(start).Seconds()
 		if a.Outcome.Valid() || class == env.ClassInvalid {
 			return a, nil
 		}
-		r.log.Warn("void attempt", "task", o.task.ID, "harness", o.spec.Name, "phase", o.phase, "attempt", o.index,
+		r.log.Info("void attempt", "task", o.task.ID, "harness", o.spec.Name, "phase", o.phase, "attempt", o.index,
 			"turn", a.Traj.Turns, "class", class.String(), "cause", a.Traj.FaultReason)
 		if class == env.ClassHarnessFault && o.faultOnce || reruns >= r.cfg.Rescue.Retries && !paused {
 			return a, nil
@@ -294,7 +297,7 @@ func (e *episode) open(ctx context.Context, try int) error {
 		return err
 	})
 	if err != nil {
-		if errors.Is(err, env.ErrSealed) || errors.Is(err, env.ErrUnknownTask) {
+		if errors.Is(err, env.ErrSealed) || errors.Is(err, env.ErrUnknownTask) || errors.Is(err, env.ErrInfra) {
 			return err
 		}
 		return &env.InfraError{Phase: "open", Retryable: true, Err: err}

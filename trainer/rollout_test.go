@@ -103,6 +103,12 @@ func (l *lockedWriter) Write(b []byte) (int, error) {
 // P13: during an outage nothing is issued; it goes on by itself, and nothing that
 // was lost counts.
 func TestBreakerPausesAndResumes(t *testing.T) {
+	for _, tasks := range []int{1, 6} { // also when fewer attempts are open than the window holds
+		testOutage(t, tasks)
+	}
+}
+
+func testOutage(t *testing.T, tasks int) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, rates(50), byRate)
 		start := time.Now()
@@ -121,7 +127,7 @@ func TestBreakerPausesAndResumes(t *testing.T) {
 			}
 			return nil
 		}
-		gs, err := collectOnce(t, w, "siblings", w.env.train[:6])
+		gs, err := collectOnce(t, w, "siblings", w.env.train[:tasks])
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -136,8 +142,39 @@ func TestBreakerPausesAndResumes(t *testing.T) {
 		for _, n := range w.env.opens {
 			opens += n
 		}
-		if took := time.Since(start); took < 10*time.Minute || probes > 20 || opens > 48+48+96 {
+		if took := time.Since(start); took < 10*time.Minute || probes > 20+8*tasks || opens > 4*8*tasks {
 			t.Errorf("took %s, %d probes, %d attempts opened", took, probes, opens)
+		}
+	})
+}
+
+// A run that is told to stop while it waits for the environment does not wait for it.
+func TestInterruptDuringOutage(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, mixedRates, byRate)
+		var down atomic.Bool
+		stop := make(chan struct{})
+		w.env.on = func(context.Context, env.TaskRef, string) error {
+			if down.Load() {
+				return errGone
+			}
+			return nil
+		}
+		w.env.health = func() error {
+			if down.Load() {
+				return errors.New("refused")
+			}
+			return nil
+		}
+		start := time.Now()
+		s, err := startRun(t, w, RunOptions{Interrupt: stop, Event: func(e Event) {
+			if e.Event == "eval" {
+				down.Store(true)
+				time.AfterFunc(10*time.Second, func() { close(stop) })
+			}
+		}})
+		if !errors.Is(err, ErrInterrupted) || s.Steps != 0 || time.Since(start) > 20*time.Second {
+			t.Errorf("%v after %s, %d steps", err, time.Since(start), s.Steps)
 		}
 	})
 }

@@ -85,7 +85,7 @@ func Run(ctx context.Context, cfg Config, d *Deps, o RunOptions) (*Summary, erro
 	}
 	defer t.close()
 	err = withEngine(ctx, cfg, d, func(ctx context.Context, r *rollouts) error {
-		t.r = r
+		t.r, r.breaker.stop = r, o.Interrupt
 		if err := t.begin(ctx); err != nil {
 			return err
 		}
@@ -93,7 +93,9 @@ func Run(ctx context.Context, cfg Config, d *Deps, o RunOptions) (*Summary, erro
 			if t.interrupted() {
 				return t.stop(step - 1)
 			}
-			if err := t.step(ctx, step); err != nil {
+			if err := t.step(ctx, step); errors.Is(err, ErrInterrupted) { // while the environment was down: the step is dropped
+				return t.stop(step - 1)
+			} else if err != nil {
 				return fmt.Errorf("step %d: %w", step, err)
 			}
 		}
