@@ -126,7 +126,7 @@ func TestPackKeepsContexts(t *testing.T) {
 				at += s.Len
 			}
 			for i, a := range b.at {
-				w := want[key{a.traj, a.tok}]
+				w := want[key(a)]
 				got := append(contextOf(&b.Batch, int(b.Rows[i])), b.Targets[i])
 				if !slices.Equal(got, w) {
 					rt.Fatalf("token %d of trajectory %d: context\n%v, want\n%v", a.tok, a.traj, got, w)

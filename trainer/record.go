@@ -31,8 +31,8 @@ type totals struct {
 
 // phases are the wall-clock seconds of a step.
 type phases struct {
-	total, collect, rescue, update, ckpt, eval float64
-	sched                                      SchedStats
+	total, collect, rescue, update, eval float64
+	sched                                SchedStats
 }
 
 // rewardWindow is the length of reward/ma20.

@@ -2,7 +2,6 @@ package trainer
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math"
 
@@ -307,5 +306,3 @@ func learningRate(o OptimConfig, step, steps int) float64 {
 	}
 	return o.LR
 }
-
-var errNoLearner = errors.New("no executor: assemble with Train")

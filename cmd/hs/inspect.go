@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -261,10 +260,4 @@ func oneLine(s string, n int) string {
 		return string(r[:n-1]) + "…"
 	}
 	return s
-}
-
-func decode[T any](b []byte) (T, error) {
-	var v T
-	err := json.Unmarshal(b, &v)
-	return v, err
 }

@@ -175,7 +175,7 @@ func (g *globals) logger() *slog.Logger {
 		level = slog.LevelDebug
 	}
 	color := g.Color == "always" || g.Color == "auto" && isTerminal(g.errOut)
-	return slog.New(tint.NewHandler(g.errOut, &tint.Options{Level: level, NoColor: !color}))
+	return slog.New(tint.NewTextHandler(g.errOut, &tint.Options{Level: level, NoColor: !color}))
 }
 
 // gemmScratch allocates the workspace of a product and puts it into a.
