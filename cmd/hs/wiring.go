@@ -9,8 +9,6 @@ import (
 	"path/filepath"
 	"unsafe"
 
-	"github.com/lmittmann/tint"
-
 	"harness-s/env"
 	"harness-s/env/dbbench"
 	"harness-s/env/harness"
@@ -166,16 +164,6 @@ func openPool(cfg trainer.Config) (*harness.Pool, error) {
 		return harness.LoadPool(os.DirFS(filepath.Dir(dir)), filepath.Base(dir))
 	}
 	return harness.StarterPool(cfg.Task.Env)
-}
-
-// logger writes to stderr: warnings, and everything with -v.
-func (g *globals) logger() *slog.Logger {
-	level := slog.LevelWarn
-	if g.Verbose {
-		level = slog.LevelDebug
-	}
-	color := g.Color == "always" || g.Color == "auto" && isTerminal(g.errOut)
-	return slog.New(tint.NewTextHandler(g.errOut, &tint.Options{Level: level, NoColor: !color}))
 }
 
 // gemmScratch allocates the workspace of a product and puts it into a.

@@ -1,0 +1,121 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+
+	"harness-s/env"
+	"harness-s/trainer"
+)
+
+// evalCmd scores a checkpoint: hs eval.
+type evalCmd struct {
+	configFlags
+	Ckpt     string `type:"path" help:"Hugging Face directory; default model.path."`
+	Split    string `help:"val or test; default eval.split."`
+	K        int    `help:"k of Pass@k; default eval.k."`
+	Attempts int    `help:"Attempts per task; default eval.attempts."`
+	Tasks    int    `help:"Tasks, 0 = all; default eval.tasks." default:"-1"`
+	Mode     string `default:"original" enum:"original,routed" help:"original or routed."`
+	Out      string `type:"path" help:"Write the full report as JSON; needed for --split test, whose unsealing it records."`
+}
+
+// Run evaluates.
+func (c *evalCmd) Run(ctx context.Context, g *globals) error {
+	if c.Split == "test" && c.Out == "" {
+		return needsOut()
+	}
+	for _, s := range []struct {
+		on       bool
+		key, val string
+	}{{c.Ckpt != "", "model.path", fmt.Sprintf("%q", c.Ckpt)}, {c.Split != "", "eval.split", fmt.Sprintf("%q", c.Split)}, {c.K > 0, "eval.k", fmt.Sprint(c.K)},
+		{c.Attempts > 0, "eval.attempts", fmt.Sprint(c.Attempts)}, {c.Tasks >= 0, "eval.tasks", fmt.Sprint(c.Tasks)}} {
+		if s.on {
+			c.Set = append(c.Set, s.key+"="+s.val)
+		}
+	}
+	if c.Preset == "" && len(c.Config) == 0 && c.Ckpt == "" {
+		c.Preset = "demo"
+	}
+	res, err := c.load(g)
+	if err != nil {
+		return err
+	}
+	cfg := res.Config
+	var rec env.Recorder
+	if cfg.Eval.Split == "test" {
+		if c.Out == "" {
+			return needsOut()
+		}
+		rec = &sealFile{path: c.Out + ".unsealed.jsonl"}
+	}
+	s, err := g.open(cfg, false, g.logger(), nil)
+	if err != nil {
+		return err
+	}
+	defer s.close()
+	g.say("%s", s.describe())
+	rep, err := trainer.Evaluate(ctx, cfg, s.deps, trainer.EvalOptions{
+		Split: env.Split(cfg.Eval.Split), Mode: c.Mode, K: cfg.Eval.K, Attempts: cfg.Eval.Attempts, Tasks: cfg.Eval.Tasks, Temperature: cfg.Eval.Temperature,
+		Resamples: cfg.Eval.Resamples, Seed: cfg.Run.Seed, Recorder: rec, Reason: "hs eval", Progress: g.progress.report,
+	})
+	g.progress.clear()
+	if err != nil {
+		return err
+	}
+	if c.Out != "" {
+		b, err := json.MarshalIndent(rep, "", " ")
+		if err != nil {
+			return fmt.Errorf("encode report: %w", err)
+		}
+		if err := trainer.WriteAtomic(c.Out, append(b, '\n')); err != nil {
+			return err
+		}
+	}
+	g.say("%s, %s harness, %d tasks x %d attempts", rep.Split, rep.Mode, rep.Tasks, rep.Attempts)
+	g.say("  Pass@1 %5.1f %%  [%.1f, %.1f]", 100*rep.Pass1.Strict.Mean, 100*rep.Pass1.Strict.Low, 100*rep.Pass1.Strict.High)
+	g.say("  Pass@%d %5.1f %%  [%.1f, %.1f]", rep.K, 100*rep.PassK.Strict.Mean, 100*rep.PassK.Strict.Low, 100*rep.PassK.Strict.High)
+	if rep.PassK.Missing > 0 {
+		g.say("  %d attempts missing after re-runs; over complete tasks: Pass@1 %.1f %%, Pass@%d %.1f %%", rep.PassK.Missing, 100*rep.Pass1.Complete.Mean, rep.K, 100*rep.PassK.Complete.Mean)
+	}
+	for _, q := range rep.ByGroup {
+		g.say("  %-12s %4d tasks  Pass@1 %5.1f %%  Pass@%d %5.1f %%  %s", q.Group, q.Tasks, 100*q.Pass1, rep.K, 100*q.PassK, bar(q.PassK, 20))
+	}
+	if g.JSON {
+		return g.emit(rep)
+	}
+	return nil
+}
+
+func needsOut() error {
+	return usage("add --out FILE.json: opening the test split is recorded beside the result", "the test split needs --out")
+}
+
+// sealFile records an unsealing beside an evaluation that belongs to no run.
+type sealFile struct {
+	mu   sync.Mutex
+	path string
+}
+
+// RecordUnseal appends and syncs one line before the split opens.
+func (s *sealFile) RecordUnseal(r env.UnsealRecord) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b, err := json.Marshal(r)
+	if err != nil {
+		return fmt.Errorf("record unsealing: %w", err)
+	}
+	f, err := os.OpenFile(s.path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err != nil {
+		return fmt.Errorf("record unsealing: %w", err)
+	}
+	_, werr := f.Write(append(b, '\n'))
+	if err := errors.Join(werr, f.Sync(), f.Close()); err != nil {
+		return fmt.Errorf("record unsealing in %s: %w", s.path, err)
+	}
+	return nil
+}

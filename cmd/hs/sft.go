@@ -1,0 +1,75 @@
+package main
+
+import (
+	"context"
+	"fmt"
+
+	"harness-s/model"
+	"harness-s/trainer"
+)
+
+// sftCmd is the warm start: hs sft.
+type sftCmd struct {
+	configFlags
+	New  string `help:"tiny = fresh tokenizer and weights; default trains model.path."`
+	Ckpt string `type:"path" help:"Start from this checkpoint instead of model.path."`
+	Out  string `type:"path" help:"Directory of the result, Hugging Face layout."`
+	Pack string `type:"path" help:"Pack this checkpoint directory for embedding instead of training." placeholder:"DIR"`
+	Into string `type:"path" help:"Where --pack writes." placeholder:"DIR"`
+}
+
+// Run trains on demonstrations.
+func (c *sftCmd) Run(ctx context.Context, g *globals) error {
+	if c.Pack != "" {
+		if c.Into == "" {
+			return usage("hs sft --pack DIR --into DIR", "--pack needs --into")
+		}
+		return model.WriteTiny(c.Pack, c.Into)
+	}
+	if c.Out == "" {
+		return usage("hs sft --preset tiny --new tiny --out DIR", "--out is missing")
+	}
+	if c.New != "" && c.New != "tiny" {
+		return usage("--new tiny", "--new %q: only tiny can be made fresh", c.New)
+	}
+	if c.Ckpt != "" {
+		c.Set = append(c.Set, fmt.Sprintf("model.path=%q", c.Ckpt))
+	}
+	res, err := c.load(g)
+	if err != nil {
+		return err
+	}
+	cfg := res.Config
+	var load func(*session) (*model.Model, error)
+	if c.New == "tiny" {
+		load = func(s *session) (*model.Model, error) {
+			return trainer.NewTiny(ctx, cfg, s.env, s.pool, s.dev, g.progress.report)
+		}
+	}
+	s, err := g.open(cfg, true, g.logger(), load)
+	if err != nil {
+		return err
+	}
+	defer s.close()
+	g.say("%s", s.describe())
+	rep, err := trainer.RunSFT(ctx, cfg, s.deps, trainer.SFTOptions{Out: c.Out, Progress: g.progress.report, Step: func(st trainer.SFTStep) {
+		if st.HeldOut > 0 || st.Step%20 == 0 || st.Step == st.Steps {
+			g.progress.clear()
+			line := fmt.Sprintf("sft %5d/%d  loss %.4f  |g| %.3f  lr %.2e  %d tokens  %.2fs", st.Step, st.Steps, st.Loss, st.GradNorm, st.LR, st.Tokens, st.Seconds)
+			if st.HeldOut > 0 {
+				line += fmt.Sprintf("  held-out %.4f", st.HeldOut)
+			}
+			g.say("%s", line)
+		}
+	}})
+	g.progress.clear()
+	if err != nil {
+		return err
+	}
+	g.say("%d demonstrations, held-out loss %.4f -> %.4f, weights %s", rep.Demos, rep.HeldOutBefore, rep.HeldOut, rep.WeightsSHA256)
+	g.say("checkpoint: %s", c.Out)
+	if g.JSON {
+		return g.emit(rep)
+	}
+	return nil
+}
