@@ -77,7 +77,7 @@ func (c *benchDecode) Run(ctx context.Context, g *globals) error {
 	rng := rand.New(rand.NewPCG(1, 2))
 	prompts := make([][]int32, c.Batch)
 	for i := range prompts {
-		prompts[i] = randomIDs(rng, c.Prompt, m.Config.VocabSize)
+		prompts[i] = randomIDs(rng, c.Prompt, int(m.ValidVocab()))
 	}
 	var prefill, decode, total []float64
 	for i := -1; i < c.Count; i++ {
@@ -166,7 +166,7 @@ func (c *benchTrain) Run(ctx context.Context, g *globals) error {
 		b := &model.Batch{}
 		for r := at; r < min(at+micro, c.Rows); r++ {
 			base := int32(len(b.IDs))
-			b.IDs = append(b.IDs, randomIDs(rng, c.Length, m.Config.VocabSize)...)
+			b.IDs = append(b.IDs, randomIDs(rng, c.Length, int(m.ValidVocab()))...)
 			b.Segments = append(b.Segments, model.Segment{Len: int32(c.Length), Parent: -1})
 			for t := 0; t < c.Length-1; t++ {
 				b.Rows, b.Targets = append(b.Rows, base+int32(t)), append(b.Targets, b.IDs[int(base)+t+1])
@@ -250,7 +250,7 @@ func (c *benchStep) Run(ctx context.Context, g *globals) error {
 		return err
 	}
 	defer d.Close()
-	rep, err := trainer.BenchStep(ctx, cfg, d, trainer.BenchStepOptions{Groups: c.Groups, Attempts: c.Attempts, Prompt: c.Prompt, New: c.New, Steps: c.Count, Vocab: m.Config.VocabSize, Seed: 1})
+	rep, err := trainer.BenchStep(ctx, cfg, d, trainer.BenchStepOptions{Groups: c.Groups, Attempts: c.Attempts, Prompt: c.Prompt, New: c.New, Steps: c.Count, Vocab: int(m.ValidVocab()), Seed: 1})
 	if err != nil {
 		return err
 	}
