@@ -184,13 +184,17 @@ static void FN(gemm_task)(void* c_, int64_t task, int worker) {
       if (g->flags & HS_TRANS_B) FN(pack_cols)(panel, g->b + j0 * g->ldb + k0, g->ldb, kc, n, nr);
       else FN(pack_rows)(panel, g->b + k0 * g->ldb + j0, g->ldb, kc, n, nr);
       real* c = g->c + i0 * g->ldc + j0;
-      // With few rows the time goes into fetching B: ask for the next block while this one is in use.
-      const real* ahead = m <= 128 && (g->flags & HS_TRANS_B) ? FN(next_block)(g, p, p0, p1, k0) : 0;
+      // Ask for the next block of B while this one is in use, a few rows of it per tile.
+      const real* ahead = (g->flags & HS_TRANS_B) ? FN(next_block)(g, p, p0, p1, k0) : 0;
       const int64_t last = (g->N - 1) * g->ldb + g->K, lines = HS_CEIL(nr * TILE_MR, m);
       for (int64_t i = 0; i < m; i += TILE_MR) {
         for (int64_t r = i / TILE_MR * lines; ahead && r < HS_MIN(nr, (i / TILE_MR + 1) * lines); r++)
           for (int64_t k = 0; k < HS_GEMM_KC && ahead + r * g->ldb + k < g->b + last; k += 64 / (int64_t)sizeof(real))
             __builtin_prefetch(ahead + r * g->ldb + k);
+        // Rows of A lie apart: fetch those of the next tile too.
+        if (!packed && m > 128)
+          for (int64_t r = i + TILE_MR; r < HS_MIN(m, i + 2 * TILE_MR); r++)
+            for (int64_t k = 0; k < kc; k += 64 / (int64_t)sizeof(real)) __builtin_prefetch(a + r * g->ars + k);
         const FN(tile_fn) tile = FN(tile_for)(HS_MIN(TILE_MR, m - i), nv);
         if (packed) tile(block + i * kc, 1, TILE_MR, panel, kc, c + i * g->ldc, g->ldc, n, add);
         else tile(a + i * g->ars, g->ars, g->aks, panel, kc, c + i * g->ldc, g->ldc, n, add);
@@ -212,7 +216,7 @@ static void FN(gemm_run)(uint32_t flags, int64_t M, int64_t N, int64_t K, const 
   g.rows = HS_MIN(g.rows, most);
   const int64_t chunks = HS_CEIL(M, g.rows);
   // A task takes several panels of its rows while there are enough tasks: A is then read from cache again.
-  g.group = HS_MAX(1, HS_MIN(g.panels, g.panels * chunks / (8 * threads)));
+  g.group = HS_MAX(1, HS_MIN(g.panels, g.panels * chunks / (4 * threads)));
   if (g.ars == 1 && chunks >= threads) g.group = g.panels;
   g.groups = HS_CEIL(g.panels, g.group);
   if (parallel && M * N * K > 16384) hs_parallel(g.groups * chunks, FN(gemm_task), &g);
