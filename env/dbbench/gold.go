@@ -20,6 +20,7 @@ type GoldReport struct {
 // FailedRow is one row whose gold does not pass, with the reason.
 type FailedRow struct {
 	ID     string `json:"id"`
+	Line   int    `json:"line,omitempty"` // in the data file, from 1
 	Reason string `json:"reason"`
 }
 
@@ -47,7 +48,7 @@ func GoldReplay(ctx context.Context, rows []NamedRow, o Options, progress func(d
 		if why == "" {
 			rep.Passed++
 		} else {
-			rep.Failed = append(rep.Failed, FailedRow{r.ID, why})
+			rep.Failed = append(rep.Failed, FailedRow{r.ID, r.Line, why})
 		}
 	}
 	if progress != nil {

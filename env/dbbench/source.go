@@ -48,7 +48,8 @@ func (t *task) question() string {
 
 // NamedRow is a row with its task id.
 type NamedRow struct {
-	ID string
+	ID   string
+	Line int // in the file, from 1; 0 = not from lines
 	embedded.Row
 }
 
@@ -62,24 +63,31 @@ func ReadRows(path string) ([]NamedRow, error) {
 	base := strings.TrimSuffix(filepath.Base(path), filepath.Ext(path))
 	rows, err := parseRows(b)
 	if err != nil {
-		return nil, &Error{"read rows of " + path, err, "the file must hold one JSON object per line"}
+		return nil, &Error{"read rows of " + path, err, "each line must be one DBBench row, a JSON object; correct the line or take it out"}
 	}
-	out := make([]NamedRow, len(rows))
-	for i, r := range rows {
-		out[i] = NamedRow{fmt.Sprintf("%s-%d", base, i), r}
+	for i := range rows {
+		rows[i].ID = fmt.Sprintf("%s-%d", base, i)
 	}
-	return out, nil
+	return rows, nil
 }
 
-func parseRows(b []byte) ([]embedded.Row, error) {
+// maxRowErrors is how many broken lines an error names.
+const maxRowErrors = 10
+
+// parseRows reads a JSON list or one row per line; errors name every line that is not a row. Ids are left empty.
+func parseRows(b []byte) ([]NamedRow, error) {
 	if t := bytes.TrimSpace(b); len(t) > 0 && t[0] == '[' {
-		var rows []embedded.Row
-		if err := json.Unmarshal(t, &rows); err != nil {
+		var list []embedded.Row
+		if err := json.Unmarshal(t, &list); err != nil {
 			return nil, err
+		}
+		rows := make([]NamedRow, len(list))
+		for i, r := range list {
+			rows[i].Row = r
 		}
 		return rows, nil
 	}
-	var rows []embedded.Row
+	var rows []NamedRow
 	var errs []error
 	r := bufio.NewReader(bytes.NewReader(b))
 	for n := 1; ; n++ {
@@ -87,9 +95,9 @@ func parseRows(b []byte) ([]embedded.Row, error) {
 		if len(bytes.TrimSpace(line)) > 0 {
 			var row embedded.Row
 			if err := json.Unmarshal(line, &row); err != nil {
-				errs = append(errs, fmt.Errorf("line %d: %w", n, err))
+				errs = append(errs, fmt.Errorf("line %d%s: %w", n, column(line, err), err))
 			}
-			rows = append(rows, row)
+			rows = append(rows, NamedRow{Line: n, Row: row})
 		}
 		if errors.Is(err, io.EOF) {
 			break
@@ -98,17 +106,36 @@ func parseRows(b []byte) ([]embedded.Row, error) {
 	if len(rows) == 0 {
 		errs = append(errs, errors.New("no rows"))
 	}
+	if n := len(errs) - maxRowErrors; n > 0 {
+		errs = append(errs[:maxRowErrors], fmt.Errorf("and %d more", n))
+	}
 	return rows, errors.Join(errs...)
+}
+
+// column says where in a line its JSON breaks and what stands there.
+func column(line []byte, err error) string {
+	var se *json.SyntaxError
+	if !errors.As(err, &se) || se.Offset < 1 || se.Offset > int64(len(line)) {
+		return ""
+	}
+	near := bytes.TrimSpace(line[se.Offset-1:])
+	if len(near) == 0 {
+		return fmt.Sprintf(" column %d", se.Offset)
+	}
+	return fmt.Sprintf(" column %d near %.24q", se.Offset, near)
 }
 
 // invalidReason is why a row cannot be a task, or "". These rules do not depend
 // on the back-end: the embedded engine accepts some names that servers refuse.
 func invalidReason(r *embedded.Row) string {
 	if len(r.Tables) == 0 {
-		return "no table"
+		return `no table: key "table" must hold an object with table_name and table_info {columns, rows}`
 	}
 	if len(r.Type) == 0 {
-		return "no type"
+		return `no type: key "type" must hold a list such as ["counting"] or ["INSERT"]`
+	}
+	if strings.TrimSpace(r.Description) == "" {
+		return `no description: key "description" must hold the question`
 	}
 	seen := map[string]bool{}
 	for _, t := range r.Tables {
@@ -141,11 +168,11 @@ func invalidReason(r *embedded.Row) string {
 	}
 	switch {
 	case r.Modifies() && r.AnswerMD5 == nil:
-		return "no answer_md5: the original can never accept it"
+		return `no answer_md5: key "answer_md5" must hold the digest of the changed table, or the row can never be accepted`
 	case r.Modifies() && *r.AnswerMD5 == "" && r.SQL == "":
 		return "empty answer_md5 and no sql.query"
 	case !r.Modifies() && len(r.Label) == 0:
-		return "no label"
+		return `no label: key "label" must hold the list of answers`
 	}
 	return ""
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"reflect"
 	"strconv"
 	"strings"
 )
@@ -99,14 +100,14 @@ type wireTable struct {
 func (r *Row) UnmarshalJSON(b []byte) error {
 	var w wire
 	if err := json.Unmarshal(b, &w); err != nil {
-		return fmt.Errorf("decode row: %w", err)
+		return decodeError("", err)
 	}
 	*r = Row{Description: w.Description, AddDescription: w.AddDescription, AnswerMD5: w.AnswerMD5, Source: w.Source}
 	var errs []error
 	take := func(field string, raw json.RawMessage) []string {
 		out, err := textList(raw)
 		if err != nil {
-			errs = append(errs, fmt.Errorf("decode row field %s: %w", field, err))
+			errs = append(errs, decodeError(field, err))
 		}
 		return out
 	}
@@ -177,6 +178,33 @@ func (r Row) MarshalJSON() ([]byte, error) {
 	return json.Marshal(w)
 }
 
+// decodeError names the key below parent that holds a value of the wrong kind, what it holds and what is wanted.
+func decodeError(parent string, err error) error {
+	var te *json.UnmarshalTypeError
+	if !errors.As(err, &te) {
+		if parent == "" {
+			return fmt.Errorf("decode row: %w", err)
+		}
+		return fmt.Errorf("decode row: key %q: %w", parent, err)
+	}
+	key := strings.Trim(parent+"."+te.Field, ".")
+	want := te.Type.Kind().String()
+	switch te.Type.Kind() {
+	case reflect.Struct, reflect.Map:
+		want = "an object"
+	case reflect.Slice:
+		want = "a list"
+	case reflect.String:
+		want = "a string"
+	case reflect.Int:
+		want = "a number"
+	}
+	if key == "" {
+		return fmt.Errorf("the row is a JSON %s, want %s", te.Value, want)
+	}
+	return fmt.Errorf("key %q holds a JSON %s, want %s", key, te.Value, want)
+}
+
 func tableList(raw json.RawMessage) ([]Table, error) {
 	raw = bytes.TrimSpace(raw)
 	if len(raw) == 0 || string(raw) == "null" {
@@ -185,12 +213,12 @@ func tableList(raw json.RawMessage) ([]Table, error) {
 	var tabs []wireTable
 	if raw[0] == '[' {
 		if err := json.Unmarshal(raw, &tabs); err != nil {
-			return nil, fmt.Errorf("decode row field table: %w", err)
+			return nil, decodeError("table", err)
 		}
 	} else {
 		var one wireTable
 		if err := json.Unmarshal(raw, &one); err != nil {
-			return nil, fmt.Errorf("decode row field table: %w", err)
+			return nil, decodeError("table", err)
 		}
 		tabs = []wireTable{one}
 	}
