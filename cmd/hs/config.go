@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 
@@ -31,7 +32,7 @@ func (c *configShow) Run(g *globals) error {
 		return err
 	}
 	if g.JSON {
-		return g.emit(keyValues(res))
+		return g.emit(map[string]any{"config": keyValues(res), "digest": res.Config.Digest()})
 	}
 	if !c.Origin {
 		_, err = g.out.Write(res.Config.TOML())
@@ -54,6 +55,9 @@ func keyValues(res *trainer.Resolved) []keyValue {
 	out := []keyValue{}
 	for _, d := range trainer.Doc() {
 		v, _ := res.Config.Value(d.Path) // Doc lists no unknown key
+		if strings.Trim(v, "{ }") == "" && v != "" {
+			v = "{}" // an empty table
+		}
 		out = append(out, keyValue{d.Path, v, d.Default, res.Origin(d.Path)})
 	}
 	return out
@@ -84,7 +88,10 @@ func (c *configDiff) Run(g *globals) error {
 	}
 	diff := slices.DeleteFunc(keyValues(res), func(k keyValue) bool { return k.Value == k.Default })
 	if g.JSON {
-		return g.emit(diff)
+		return g.emit(map[string]any{"diff": diff})
+	}
+	if len(diff) == 0 {
+		g.say("no key differs from its default")
 	}
 	for _, k := range diff {
 		fmt.Fprintf(g.out, "%-32s %s -> %s  (%s)\n", k.Key, k.Default, k.Value, k.Origin)
@@ -100,7 +107,7 @@ type configDoc struct {
 func (c *configDoc) Run(g *globals) error {
 	if c.Metrics {
 		if g.JSON {
-			return g.emit(trainer.Metrics())
+			return g.emit(map[string]any{"metrics": trainer.Metrics()})
 		}
 		for _, m := range trainer.Metrics() {
 			fmt.Fprintf(g.out, "%-28s %s\n", m.Name, m.Doc)
@@ -108,7 +115,7 @@ func (c *configDoc) Run(g *globals) error {
 		return nil
 	}
 	if g.JSON {
-		return g.emit(trainer.Doc())
+		return g.emit(map[string]any{"keys": trainer.Doc()})
 	}
 	for _, d := range trainer.Doc() {
 		fmt.Fprintf(g.out, "%-32s %-10s default %-14s %s", d.Path, d.Type, d.Default, d.Doc)
@@ -142,10 +149,15 @@ func (c *initCmd) Run(ctx context.Context, g *globals) error {
 	if err != nil {
 		return err
 	}
-	if _, err := os.Stat(c.Out); err == nil && !c.Force {
+	if st, err := os.Stat(c.Out); err == nil && st.IsDir() {
+		return usage("-o "+filepath.Join(c.Out, "hs.toml"), "%s is a directory", c.Out)
+	} else if err == nil && !c.Force {
 		return usage("--force replaces it; -o FILE writes elsewhere", "%s exists", c.Out)
 	} else if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
+	}
+	if dir := filepath.Dir(c.Out); !isDir(dir) {
+		return usage("mkdir -p "+dir, "no directory %s", dir)
 	}
 	res, err := trainer.Load([]trainer.Layer{{Name: "preset " + c.Preset, Text: text}}, nil)
 	if err != nil {
@@ -159,4 +171,9 @@ func (c *initCmd) Run(ctx context.Context, g *globals) error {
 	}
 	g.say("wrote %s; next: hs train -c %s", c.Out, c.Out)
 	return nil
+}
+
+func isDir(path string) bool {
+	st, err := os.Stat(path)
+	return err == nil && st.IsDir()
 }

@@ -76,7 +76,7 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 			return err
 		}
 	}
-	g.say("%s, %s harness, %d tasks x %d attempts", rep.Split, rep.Mode, rep.Tasks, rep.Attempts)
+	g.say("%s, %s harness, %d tasks x %d attempts (95%% bootstrap interval)", rep.Split, rep.Mode, rep.Tasks, rep.Attempts)
 	g.say("  Pass@1 %5.1f %%  [%.1f, %.1f]", 100*rep.Pass1.Strict.Mean, 100*rep.Pass1.Strict.Low, 100*rep.Pass1.Strict.High)
 	g.say("  Pass@%d %5.1f %%  [%.1f, %.1f]", rep.K, 100*rep.PassK.Strict.Mean, 100*rep.PassK.Strict.Low, 100*rep.PassK.Strict.High)
 	if rep.PassK.Missing > 0 {

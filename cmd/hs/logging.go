@@ -14,8 +14,7 @@ func (g *globals) logger() *slog.Logger {
 	if g.Verbose {
 		level = slog.LevelDebug
 	}
-	color := g.Color == "always" || g.Color == "auto" && isTerminal(g.errOut)
-	return slog.New(tint.NewTextHandler(g.errOut, &tint.Options{Level: level, NoColor: !color}))
+	return slog.New(tint.NewTextHandler(g.errOut, &tint.Options{Level: level, NoColor: !g.colored(g.errOut)}))
 }
 
 // fanout sends a record to several handlers.

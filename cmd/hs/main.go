@@ -14,6 +14,7 @@ import (
 	"os/signal"
 	"runtime"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -48,13 +49,14 @@ type globals struct {
 	Root    string `short:"C" name:"root" default:"runs" help:"Folder of the runs." type:"path"`
 	Device  string `default:"auto" help:"auto, cpu, emu or cuda:N."`
 	Threads int    `default:"0" help:"CPU threads, 0 = all cores. Results do not depend on it."`
-	JSON    bool   `name:"json" help:"Machine-readable result on stdout, one JSON object on the last line."`
-	Quiet   bool   `short:"q" help:"No progress on stderr."`
+	JSON    bool   `name:"json" help:"The last line of stdout is one JSON object, also when the command fails."`
+	Quiet   bool   `short:"q" help:"No progress; with --json also no text for people."`
 	Verbose bool   `short:"v" help:"Debug log on stderr."`
-	Color   string `default:"auto" enum:"auto,always,never" help:"auto, always or never."`
+	Color   string `default:"auto" enum:"auto,always,never" help:"auto, always or never; auto = on a terminal without NO_COLOR."`
 
 	out, errOut io.Writer
 	progress    *progress
+	emitted     bool // the JSON line has been printed
 }
 
 // configFlags choose a configuration: defaults < preset < files in order < --set.
@@ -73,7 +75,7 @@ type cli struct {
 	Play    playCmd    `cmd:"" help:"Run one episode and print it with the origin of every token."`
 	Env     envCmd     `cmd:"" help:"Environments: list them, replay gold solutions."`
 	Ls      lsCmd      `cmd:"" help:"List runs."`
-	Show    showCmd    `cmd:"" help:"Drill into a run: RUN[/step[/group[/attempt]]]."`
+	Show    showCmd    `cmd:"" help:"Drill into a run: RUN[/STEP[/TASK[/ATTEMPT]]]."`
 	Report  reportCmd  `cmd:"" help:"Write a run's HTML report."`
 	Config  configCmd  `cmd:"" help:"Show, check, diff or document the configuration."`
 	Init    initCmd    `cmd:"" help:"Write a commented hs.toml."`
@@ -96,31 +98,83 @@ func run(args []string, out, errOut io.Writer) (code int) {
 		fmt.Fprintln(errOut, "error:", err)
 		return exitFailure
 	}
-	if len(args) == 0 {
-		args = []string{"--help"}
-	}
-	kctx, err := k.Parse(args)
+	kctx, err := k.Parse(aliases(args))
 	if exited {
 		return exitOK
 	}
 	if err != nil {
-		fmt.Fprintln(errOut, "error:", err)
-		fmt.Fprintln(errOut, "hint: hs --help, or hs COMMAND --help")
-		return exitUsage
+		c.JSON = c.JSON || slices.Contains(args, "--json")
+		return c.finish(exitError{code: exitUsage, err: &trainer.Error{Op: "read command line", Err: err, Hint: helpFor(err)}})
 	}
-	defer func() {
-		if p := recover(); p != nil {
-			fmt.Fprintf(errOut, "error: internal error: %v\n%s", p, debug.Stack())
-			code = exitFailure
-		}
-	}()
-	c.progress = newProgress(errOut, c.Quiet || c.JSON && !isTerminal(errOut) && c.Quiet)
+	c.progress = newProgress(errOut, c.Quiet)
 	ctx, stop := context.WithCancel(context.Background())
 	defer stop()
 	kctx.BindTo(ctx, (*context.Context)(nil))
-	err = kctx.Run(&c.globals)
+	err = c.execute(kctx)
 	c.progress.done()
-	return report(errOut, err)
+	return c.finish(err)
+}
+
+// aliases lets people type what other programs understand: nothing, help [COMMAND] and --version.
+func aliases(args []string) []string {
+	switch {
+	case len(args) == 0:
+		return []string{"--help"}
+	case args[0] == "help":
+		return append(slices.Clone(args[1:]), "--help")
+	case args[0] == "--version":
+		return append([]string{"version"}, args[1:]...)
+	}
+	return args
+}
+
+// helpFor names the help text of the command that a parse error is about.
+func helpFor(err error) string {
+	cmd := "hs"
+	var pe *kong.ParseError
+	if errors.As(err, &pe) && pe.Context != nil {
+		for _, p := range pe.Context.Path {
+			if p.Command != nil {
+				cmd += " " + p.Command.Name
+			}
+		}
+	}
+	return cmd + " --help"
+}
+
+// execute runs the command and turns a panic into an error, with the stack on stderr.
+func (g *globals) execute(k *kong.Context) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("internal error: %v", p)
+			fmt.Fprintf(g.errOut, "%s\n", debug.Stack())
+		}
+	}()
+	return k.Run(g)
+}
+
+// failure is the JSON object of a command that did not get as far as its result.
+type failure struct {
+	OK       bool   `json:"ok"`
+	Error    string `json:"error,omitempty"`
+	Hint     string `json:"hint,omitempty"`
+	ExitCode int    `json:"exit_code"`
+}
+
+// finish reports err and keeps the promise of --json: a command that has not printed its object gets a general one.
+func (g *globals) finish(err error) int {
+	code := report(g.errOut, err)
+	if g.JSON && !g.emitted {
+		f := failure{OK: err == nil, ExitCode: code, Hint: advice(err)}
+		if err != nil {
+			f.Error = err.Error()
+		}
+		if eerr := g.emit(f); eerr != nil {
+			fmt.Fprintln(g.errOut, "error:", eerr)
+			return exitFailure
+		}
+	}
+	return code
 }
 
 // report prints an error with its hint and picks the exit code.
@@ -129,6 +183,7 @@ func report(w io.Writer, err error) int {
 		return exitOK
 	}
 	var code exitError
+	var data *dbbench.Error // task rows or a DSN that cannot be used as they are; faults of a server are infrastructure
 	switch {
 	case errors.As(err, &code) && code.silent:
 		return code.code
@@ -137,7 +192,7 @@ func report(w io.Writer, err error) int {
 		return exitInterrupted
 	}
 	fmt.Fprintln(w, "error:", err)
-	if h := hintOf(err); h != "" {
+	if h := advice(err); h != "" {
 		fmt.Fprintln(w, "hint:", h)
 	}
 	switch {
@@ -149,8 +204,18 @@ func report(w io.Writer, err error) int {
 		return exitUsage
 	case errors.Is(err, trainer.ErrEnvDown), errors.Is(err, env.ErrInfra), errors.Is(err, kernels.ErrNoDevice):
 		return exitNotReady
+	case errors.As(err, &data):
+		return exitUsage
 	}
 	return exitFailure
+}
+
+// advice is the hint of err; an infrastructure fault without one gets a general one.
+func advice(err error) string {
+	if h := hintOf(err); h != "" || !errors.Is(err, env.ErrInfra) {
+		return h
+	}
+	return "start the database server, or correct address, user and password (--dsn, task.dsn); hs doctor --set task.dsn=DSN checks it"
 }
 
 // exitError carries an exit code; a silent one has printed its result already.
@@ -231,6 +296,7 @@ func (g *globals) emit(v any) error {
 	if err != nil {
 		return fmt.Errorf("encode result: %w", err)
 	}
+	g.emitted = true
 	_, err = fmt.Fprintln(g.out, string(b))
 	return err
 }
@@ -241,10 +307,18 @@ func (g *globals) say(format string, args ...any) {
 }
 
 func (g *globals) people() io.Writer {
-	if g.JSON {
+	switch {
+	case g.JSON && g.Quiet:
+		return io.Discard
+	case g.JSON:
 		return g.errOut
 	}
 	return g.out
+}
+
+// colored reports whether text written to w has colours.
+func (g *globals) colored(w io.Writer) bool {
+	return g.Color == "always" || g.Color == "auto" && isTerminal(w) && os.Getenv("NO_COLOR") == ""
 }
 
 type versionCmd struct{}

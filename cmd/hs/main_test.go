@@ -60,7 +60,7 @@ func TestUsage(t *testing.T) {
 		{"no GPU", []string{"bench", "kernels", "--device", "cuda:0"}, exitNotReady, []string{"cuda:0"}},
 		{"bad bench size", []string{"bench", "decode", "--batch", "0"}, exitUsage, []string{"batch 0"}},
 		{"unknown env", []string{"env", "check", "appworld"}, exitUsage, []string{"appworld", "dbbench"}},
-		{"missing rows", []string{"env", "check", "dbbench", "--data", missing}, exitFailure, []string{"none.toml"}},
+		{"missing rows", []string{"env", "check", "dbbench", "--data", missing}, exitUsage, []string{"none.toml"}},
 		{"test split without record", []string{"eval", "--split", "test"}, exitUsage, []string{"--out"}},
 		{"resume another run", []string{"-C", t.TempDir(), "train", "--run", "nope", "--resume"}, exitUsage, []string{`no run "nope"`, "hint: hs ls"}},
 		{"dead database", []string{"-C", t.TempDir(), "play", "--set", "task.dsn=root@tcp(127.0.0.1:1)/"}, exitNotReady, []string{"reach database", "hint: start the server"}},

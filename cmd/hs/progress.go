@@ -13,8 +13,8 @@ import (
 	"harness-s/trainer"
 )
 
-// progress reports long phases on stderr: on a terminal one line that is redrawn, elsewhere a line per phase and then one every ten
-// seconds, so that a log stays readable.
+// progress reports long phases on stderr: on a terminal one line that is redrawn, elsewhere at most one line in ten seconds, so that a
+// log stays readable.
 type progress struct {
 	mu    sync.Mutex
 	w     io.Writer
@@ -28,7 +28,7 @@ type progress struct {
 }
 
 func newProgress(w io.Writer, off bool) *progress {
-	p := &progress{w: w, off: off, tty: isTerminal(w), width: 100}
+	p := &progress{w: w, off: off, tty: isTerminal(w), width: 100, last: time.Now()}
 	if f, ok := w.(*os.File); ok && p.tty {
 		if n, _, err := term.GetSize(int(f.Fd())); err == nil && n > 20 {
 			p.width = n
@@ -52,16 +52,13 @@ func (p *progress) report(r trainer.Progress) {
 	now := time.Now()
 	fresh := r.Phase != p.phase
 	if fresh {
-		p.phase, p.start, p.last = r.Phase, now, time.Time{}
+		p.phase, p.start = r.Phase, now
 	}
-	gap := 10 * time.Second
 	if p.tty {
-		gap = 100 * time.Millisecond
-	}
-	if !fresh && now.Sub(p.last) < gap && r.Done != r.Total {
-		return
-	}
-	if !p.tty && !fresh && now.Sub(p.last) < gap {
+		if !fresh && r.Done != r.Total && now.Sub(p.last) < 100*time.Millisecond {
+			return
+		}
+	} else if now.Sub(p.last) < 10*time.Second {
 		return
 	}
 	p.last = now

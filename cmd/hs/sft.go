@@ -24,7 +24,14 @@ func (c *sftCmd) Run(ctx context.Context, g *globals) error {
 		if c.Into == "" {
 			return usage("hs sft --pack DIR --into DIR", "--pack needs --into")
 		}
-		return model.WriteTiny(c.Pack, c.Into)
+		if err := model.WriteTiny(c.Pack, c.Into); err != nil {
+			return err
+		}
+		g.say("packed %s into %s", c.Pack, c.Into)
+		if g.JSON {
+			return g.emit(map[string]any{"packed": c.Pack, "into": c.Into})
+		}
+		return nil
 	}
 	if c.Out == "" {
 		return usage("hs sft --preset tiny --new tiny --out DIR", "--out is missing")
