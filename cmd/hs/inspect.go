@@ -1,15 +1,19 @@
 package main
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"harness-s/trainer"
 )
@@ -83,9 +87,7 @@ func listRuns(root string) ([]runLine, error) {
 		if ms, err := readMetrics(dir); err == nil && len(ms.steps) > 0 {
 			r.Steps = ms.steps[len(ms.steps)-1]
 		}
-		if _, err := os.Stat(filepath.Join(dir, "hs.lock")); err == nil {
-			r.Running = true
-		}
+		r.Running = locked(dir)
 		if evals, err := readEvals(dir); err == nil && len(evals) > 0 {
 			last := evals[len(evals)-1]
 			r.Pass1, r.Pass3 = &last.Pass1.Strict.Mean, &last.PassK.Strict.Mean
@@ -94,6 +96,26 @@ func listRuns(root string) ([]runLine, error) {
 	}
 	slices.SortFunc(out, func(a, b runLine) int { return b.Created.Compare(a.Created) })
 	return out, nil
+}
+
+// locked reports whether a live process holds the lock of a run. A process of another host is taken to be alive.
+func locked(dir string) bool {
+	b, err := os.ReadFile(filepath.Join(dir, "hs.lock"))
+	if err != nil {
+		return false
+	}
+	var owner struct {
+		PID  int    `json:"pid"`
+		Host string `json:"host"`
+	}
+	if json.Unmarshal(b, &owner) != nil {
+		return false
+	}
+	if host, err := os.Hostname(); err != nil || host != owner.Host {
+		return true
+	}
+	err = unix.Kill(owner.PID, 0)
+	return err == nil || errors.Is(err, unix.EPERM)
 }
 
 // newestRun is the name of the run that was started last.
@@ -138,37 +160,48 @@ func (g *globals) noRun(name string) error {
 	return usage(hint, "no run %q under %s", name, g.Root)
 }
 
-// showCmd drills into a run: hs show RUN[/STEP[/TASK[/ATTEMPT]]].
+// showCmd drills into a run: hs show [RUN[/STEP[/TASK[/ATTEMPT]]]].
 type showCmd struct {
-	Path    string `arg:"" help:"RUN, RUN/STEP, RUN/STEP/TASK or RUN/STEP/TASK/ATTEMPT; TASK is a number or an id." placeholder:"RUN[/STEP[/TASK[/ATTEMPT]]]"`
-	Rescued bool   `help:"Only rescued tasks."`
-	Failed  bool   `help:"Only failed attempts."`
-	Best    bool   `help:"Only successful attempts."`
+	Path    string `arg:"" optional:"" name:"run" help:"RUN, RUN/STEP, RUN/STEP/TASK or RUN/STEP/TASK/ATTEMPT; TASK is a number or an id. Default: the newest run."`
+	Rescued bool   `help:"At RUN/STEP: only rescued tasks."`
+	Failed  bool   `help:"At RUN/STEP/TASK: only attempts without success." xor:"which"`
+	Best    bool   `help:"At RUN/STEP/TASK: only successful attempts." xor:"which"`
 }
 
 // Run prints one level of the run.
 func (c *showCmd) Run(g *globals) error {
 	parts := strings.Split(strings.Trim(c.Path, "/"), "/")
 	if len(parts) > 4 {
-		return usage("hs show RUN/STEP/TASK/ATTEMPT", "%q has %d parts", c.Path, len(parts))
+		return usage("hs show RUN/STEP/TASK/ATTEMPT", "%q has %d parts, at most 4 have a meaning", c.Path, len(parts))
+	}
+	if c.Rescued && len(parts) != 2 {
+		return usage("hs show RUN/STEP --rescued", "--rescued chooses among the tasks of a step")
+	}
+	if (c.Failed || c.Best) && len(parts) != 3 {
+		return usage("hs show RUN/STEP/TASK --failed", "--failed and --best choose among the attempts of a task")
 	}
 	dir, err := g.runDir(parts[0])
 	if err != nil {
 		return err
 	}
-	if len(parts) == 1 {
-		return c.run(g, dir)
+	name := filepath.Base(dir)
+	ms, err := readMetrics(dir)
+	if err != nil {
+		return err
 	}
-	var step int
-	if _, err := fmt.Sscanf(parts[1], "%d", &step); err != nil {
-		return usage("hs show "+parts[0]+" lists the steps", "%q is not a step", parts[1])
+	if len(parts) == 1 {
+		return c.run(g, dir, ms)
+	}
+	step, err := strconv.Atoi(parts[1])
+	if err != nil || !slices.Contains(ms.steps, step) {
+		return usage(stepsOf(name, ms), "no step %q in run %s", parts[1], name)
 	}
 	groups, err := readGroups(dir, step)
 	if err != nil {
 		return err
 	}
 	if len(parts) == 2 {
-		return c.step(g, groups)
+		return c.step(g, step, groups)
 	}
 	gr, err := pickGroup(groups, parts[2])
 	if err != nil {
@@ -177,32 +210,31 @@ func (c *showCmd) Run(g *globals) error {
 	if len(parts) == 3 {
 		return c.group(g, gr)
 	}
-	var n int
-	if _, err := fmt.Sscanf(parts[3], "%d", &n); err != nil || n < 0 || n >= len(gr.Attempts) {
-		return usage(fmt.Sprintf("0 to %d", len(gr.Attempts)-1), "attempt %q of task %s", parts[3], gr.Task)
+	n, err := strconv.Atoi(parts[3])
+	if err != nil || n < 0 || n >= len(gr.Attempts) {
+		return usage(fmt.Sprintf("attempts are 0 to %d; hs show %s/%d/%s lists them", len(gr.Attempts)-1, name, step, parts[2]), "no attempt %q of task %s", parts[3], gr.Task)
 	}
 	a := gr.Attempts[n]
 	if g.JSON {
 		return g.emit(a)
 	}
-	color := g.Color == "always" || g.Color == "auto" && isTerminal(g.out)
 	fmt.Fprintf(g.out, "%s attempt %d, %s under %s: %s\n\n", gr.Task, n, a.Phase, a.Harness, a.Outcome)
 	for _, s := range a.spans() {
-		if color {
-			fmt.Fprintf(g.out, "%s%s\x1b[0m", colors[s.kind], s.Text)
-		} else {
-			fmt.Fprintf(g.out, "[%s] %s\n", s.Kind, s.Text)
-		}
+		printSpan(g.out, g.colored(g.out), s.kind, s.Text)
 	}
 	fmt.Fprintln(g.out)
 	return nil
 }
 
-func (c *showCmd) run(g *globals, dir string) error {
-	ms, err := readMetrics(dir)
-	if err != nil {
-		return err
+// stepsOf says which steps a run has.
+func stepsOf(name string, ms metrics) string {
+	if len(ms.steps) == 0 {
+		return "run " + name + " has no finished step yet"
 	}
+	return fmt.Sprintf("run %s has steps %d to %d; hs show %s lists them", name, ms.steps[0], ms.steps[len(ms.steps)-1], name)
+}
+
+func (c *showCmd) run(g *globals, dir string, ms metrics) error {
 	if g.JSON {
 		man, err := trainer.ReadManifest(dir)
 		if err != nil {
@@ -214,6 +246,10 @@ func (c *showCmd) run(g *globals, dir string) error {
 		}
 		return g.emit(map[string]any{"manifest": man, "steps": steps})
 	}
+	if len(ms.steps) == 0 {
+		g.say("%s", stepsOf(filepath.Base(dir), ms))
+		return nil
+	}
 	w := tabwriter.NewWriter(g.out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "STEP\tREWARD\tLIVE\tALL-FAIL\tRESCUED\tGAP MAX\tSECONDS")
 	for i, s := range ms.steps {
@@ -223,33 +259,54 @@ func (c *showCmd) run(g *globals, dir string) error {
 	return w.Flush()
 }
 
-func (c *showCmd) step(g *globals, groups []groupView) error {
+func (c *showCmd) step(g *globals, step int, groups []groupView) error {
 	if c.Rescued {
 		groups = slices.DeleteFunc(groups, func(q groupView) bool { return q.Kind != string(trainer.Rescued) })
 	}
 	if g.JSON {
-		return g.emit(groups)
+		return g.emit(map[string]any{"step": step, "tasks": groups})
+	}
+	if len(groups) == 0 {
+		g.say("no task of step %d matches", step)
+		return nil
 	}
 	w := tabwriter.NewWriter(g.out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "TASK\tID\tGROUP\tKIND\tBASE\tRESCUE\tQUESTION")
-	for i, q := range groups {
+	for _, q := range groups {
 		base, resc := q.wins("base"), q.wins("rescue")
-		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%s\t%s\n", i, q.Task, q.Family, q.Kind, base, resc, oneLine(q.Question, 70))
+		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%s\t%s\n", q.Index, q.Task, q.Family, q.Kind, base, resc, oneLine(heading(q.Question), 70))
 	}
 	return w.Flush()
 }
 
+// heading is the part of a task's text that tells it from others: the line that asks, else the last one.
+func heading(text string) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	for _, l := range lines {
+		if q, ok := strings.CutPrefix(l, "Question:"); ok {
+			return q
+		}
+	}
+	return lines[len(lines)-1]
+}
+
 func (c *showCmd) group(g *globals, q groupView) error {
+	q.Attempts = slices.DeleteFunc(q.Attempts, func(a attemptView) bool { return c.Failed && a.Success || c.Best && !a.Success })
 	if g.JSON {
 		return g.emit(q)
 	}
+	if len(q.Attempts) == 0 {
+		g.say("no attempt of %s matches", q.Task)
+		return nil
+	}
 	w := tabwriter.NewWriter(g.out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "ATTEMPT\tPHASE\tHARNESS\tOUTCOME\tTURNS\tADVANTAGE\tLAST ACTION")
-	for i, a := range q.Attempts {
-		if c.Failed && a.Success || c.Best && !a.Success {
-			continue
+	for _, a := range q.Attempts {
+		adv := "-"
+		if a.InUpdate {
+			adv = fmt.Sprintf("%+.2f", a.Advantage)
 		}
-		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%d\t%+.2f\t%s\n", i, a.Phase, a.Harness, a.Outcome, a.Turns, a.Advantage, oneLine(a.LastAction, 80))
+		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%d\t%s\t%s\n", a.Index, a.Phase, a.Harness, a.Outcome, a.Turns, adv, oneLine(a.LastAction, 80))
 	}
 	return w.Flush()
 }

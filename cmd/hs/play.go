@@ -2,8 +2,8 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
+	"io"
 	"strings"
 
 	"harness-s/env"
@@ -27,7 +27,7 @@ var colors = map[chat.Kind]string{
 	chat.KindHarness: "\x1b[35m", chat.KindPolicy: "\x1b[1;32m",
 }
 
-// Run prints the transcript as it happens.
+// Run prints the transcript once it is complete: only then the origin of every token is known.
 func (c *playCmd) Run(ctx context.Context, g *globals) error {
 	if c.Preset == "" && len(c.Config) == 0 {
 		c.Preset = "demo"
@@ -51,31 +51,76 @@ func (c *playCmd) Run(ctx context.Context, g *globals) error {
 		}
 		return usage("one of: "+strings.Join(names, ", "), "unknown harness %q", c.Harness)
 	}
-	if c.Task == "" {
-		ts, err := s.env.Tasks(ctx, env.Val)
-		if err != nil {
-			return err
-		}
-		if len(ts) == 0 {
-			return errors.New("play: the validation split is empty")
-		}
-		c.Task = ts[0].ID
+	if c.Task, err = pickTask(ctx, s.env, c.Task); err != nil {
+		return err
 	}
 	g.say("%s", s.describe())
-	color := g.Color == "always" || g.Color == "auto" && isTerminal(g.people())
 	rep, err := trainer.Play(ctx, s.cfg, s.deps, trainer.PlayOptions{Task: c.Task, Harness: c.Harness, Seed: c.Seed, Temperature: c.Temperature, Span: func(p trainer.PlaySpan) {
-		if color {
-			fmt.Fprintf(g.people(), "%s%s\x1b[0m", colors[p.Kind], p.Text)
-		} else {
-			fmt.Fprintf(g.people(), "[%s] %s\n", p.Kind, p.Text)
-		}
+		g.progress.report(trainer.Progress{Phase: "turn", Done: p.Turn, Total: s.cfg.Rollout.MaxTurns})
 	}})
+	g.progress.clear()
 	if err != nil {
 		return err
 	}
-	g.say("\n%s under %s: %s after %d turns", rep.Task.ID, rep.Harness, rep.Outcome, rep.Turns)
+	w := g.people()
+	result := playResult{Task: rep.Task.ID, Split: string(rep.Task.Split), Group: rep.Task.Group, Harness: rep.Harness, Outcome: rep.Outcome.String(),
+		Success: rep.Success, Turns: rep.Turns, Spans: []playSpan{}}
+	for _, p := range rep.Spans {
+		result.Spans = append(result.Spans, playSpan{p.Kind.String(), p.Turn, p.Text, p.Tokens, p.LogProb})
+		printSpan(w, g.colored(w), p.Kind, p.Text)
+	}
+	g.say("\n%s under %s: %s after %d turns", result.Task, result.Harness, result.Outcome, result.Turns)
 	if g.JSON {
-		return g.emit(rep)
+		return g.emit(result)
 	}
 	return nil
+}
+
+// playResult is the JSON contract of hs play.
+type playResult struct {
+	Task    string     `json:"task"`
+	Split   string     `json:"split"`
+	Group   string     `json:"group"`
+	Harness string     `json:"harness"`
+	Outcome string     `json:"outcome"`
+	Success bool       `json:"success"`
+	Turns   int        `json:"turns"`
+	Spans   []playSpan `json:"spans"`
+}
+
+type playSpan struct {
+	Kind    string  `json:"kind"`
+	Turn    int     `json:"turn"`
+	Text    string  `json:"text"`
+	Tokens  int     `json:"tokens"`
+	LogProb float64 `json:"log_prob,omitempty"` // sum over a policy span, nats
+}
+
+// printSpan writes text of one origin: coloured, or marked with the name of the origin.
+func printSpan(w io.Writer, color bool, k chat.Kind, text string) {
+	if color {
+		fmt.Fprintf(w, "%s%s\x1b[0m", colors[k], text)
+	} else {
+		fmt.Fprintf(w, "[%s] %s\n", k, text)
+	}
+}
+
+// pickTask checks a task id against the open splits; "" is the first validation task.
+func pickTask(ctx context.Context, e env.Env, id string) (string, error) {
+	var examples []string
+	for _, split := range []env.Split{env.Val, env.Train} {
+		ts, err := e.Tasks(ctx, split)
+		if err != nil {
+			return "", err
+		}
+		for i, t := range ts {
+			if t.ID == id || id == "" {
+				return t.ID, nil
+			}
+			if i < 3 {
+				examples = append(examples, t.ID)
+			}
+		}
+	}
+	return "", usage("tasks are for instance: "+strings.Join(examples, ", "), "no train or validation task %q", id)
 }

@@ -21,6 +21,7 @@ import (
 
 // groupView is one task of a step as hs show and the report read it from the rollouts file.
 type groupView struct {
+	Index    int           `json:"index"` // TASK of hs show RUN/STEP/TASK
 	Task     string        `json:"task"`
 	Family   string        `json:"family,omitempty"`
 	Kind     string        `json:"kind"`
@@ -30,6 +31,7 @@ type groupView struct {
 
 // attemptView is the part of a rollout record that people look at.
 type attemptView struct {
+	Index      int                  `json:"index"` // ATTEMPT of hs show RUN/STEP/TASK/ATTEMPT
 	Step       int                  `json:"step"`
 	Group      int                  `json:"group"`
 	Task       string               `json:"task"`
@@ -72,18 +74,19 @@ func readGroups(dir string, step int) ([]groupView, error) {
 			}
 		}
 		for len(out) <= a.Group {
-			out = append(out, groupView{})
+			out = append(out, groupView{Index: len(out)})
 		}
 		q := &out[a.Group]
 		q.Task, q.Family, q.Kind = a.Task, a.Family, a.Kind
 		if q.Question == "" {
 			q.Question = a.text(chat.KindUser)
 		}
+		a.Index = len(q.Attempts)
 		q.Attempts = append(q.Attempts, a)
 		return nil
 	})
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, usage("hs show RUN lists the steps", "no rollouts of step %d in %s", step, dir)
+		return nil, usage("the file "+filepath.Join(dir, "rollouts", "step_NNNNNN.jsonl.zst")+" of that step is gone", "no rollouts of step %d in %s", step, dir)
 	}
 	return out, err
 }
@@ -109,7 +112,7 @@ func pickGroup(groups []groupView, name string) (groupView, error) {
 			return q, nil
 		}
 	}
-	return groupView{}, usage(fmt.Sprintf("0 to %d, or a task id", len(groups)-1), "task %q is not in this step", name)
+	return groupView{}, usage(fmt.Sprintf("tasks are 0 to %d, or one of the ids that hs show RUN/STEP lists", len(groups)-1), "no task %q in this step", name)
 }
 
 // wins is "successes/attempts" of a phase, "-" without attempts; any phase that is not base is a rescue.
