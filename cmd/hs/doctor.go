@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -24,10 +25,10 @@ import (
 // doctorCmd says what is wrong and what to type: hs doctor.
 type doctorCmd struct {
 	configFlags
-	Parity string `type:"path" help:"Run the parity fixture in DIR and check its bounds." placeholder:"DIR"`
-	Deep   bool   `help:"Also check the numerics and the matrix-product rate."`
+	Parity string `type:"path" help:"Run the parity fixture in DIR and check its bounds; nothing else is checked." placeholder:"DIR"`
+	Deep   bool   `help:"Also check the matrix-product rate, the planner against TapeMachine and the sampler against the trainer."`
 	Gold   int    `help:"Replay this many gold solutions of the environment." placeholder:"N"`
-	Model  string `type:"path" help:"Checkpoint to check instead of model.path." placeholder:"DIR"`
+	Ckpt   string `type:"path" aliases:"model" help:"Checkpoint to check instead of model.path." placeholder:"DIR"`
 }
 
 // finding is the result of one check.
@@ -44,17 +45,20 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 	if c.Parity != "" {
 		return c.parity(g)
 	}
-	if c.Model != "" {
-		c.Set = append(c.Set, fmt.Sprintf("model.path=%q", c.Model))
+	if c.Ckpt != "" {
+		c.Set = append(c.Set, fmt.Sprintf("model.path=%q", c.Ckpt))
 	}
 	if c.Preset == "" && len(c.Config) == 0 {
 		c.Preset = "demo"
 	}
-	var fs []finding
+	var found []finding
 	add := func(id, name string, check func() (string, string, string)) {
 		g.progress.report(trainer.Progress{Phase: "doctor", Note: name})
 		status, fact, hint := check()
-		fs = append(fs, finding{id, name, status, fact, hint})
+		if hint == "" && (status == "FAIL" || status == "WARN") {
+			hint = "hs doctor --json > doctor.json and add it to a bug report"
+		}
+		found = append(found, finding{id, name, status, fact, hint})
 	}
 	res, err := c.load(g)
 	if err != nil {
@@ -74,35 +78,39 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 		defer dev.Close()
 		if c.Deep {
 			add("D05", "matrix product", func() (string, string, string) { return checkGemm(dev) })
+			add("D06", "gradients", func() (string, string, string) { return checkTape(dev) })
 		}
 		add("D07", "memory", func() (string, string, string) { return c.checkPlan(cfg) })
-		add("D08", "checkpoint", func() (string, string, string) { return checkModel(cfg, dev, c.Deep) })
+		add("D08", "checkpoint", func() (string, string, string) { return checkModel(cfg, dev) })
+		if c.Deep {
+			add("D09", "sampler", func() (string, string, string) { return checkGap(ctx, cfg, dev) })
+		}
 	}
 	add("D10", "environment", func() (string, string, string) { return c.checkEnv(ctx, cfg) })
 	add("D12", "run folder", func() (string, string, string) { return checkDisk(g.Root) })
 	add("D13", "harness pool", func() (string, string, string) {
 		p, err := openPool(cfg)
 		if err != nil {
-			return "FAIL", err.Error(), hintOf(err)
+			return "FAIL", err.Error(), advice(err)
 		}
 		return "OK", fmt.Sprintf("original %s and %d auxiliaries, digest %.12s", p.Original().Name, len(p.Auxiliaries()), p.Digest()), ""
 	})
 	add("D14", "variables", checkVars)
 	g.progress.clear()
 	worst := 0
-	for _, f := range fs {
+	for _, f := range found {
 		if f.Status == "FAIL" {
 			worst = exitNotReady
 		}
 		if !g.JSON {
-			fmt.Fprintf(g.out, "%-4s %-15s %-5s %s\n", f.ID, f.Name, f.Status, f.Fact)
+			fmt.Fprintf(g.out, "%-4s %-15s %-5s %s\n", f.ID, f.Name, f.Status, indented(f.Fact))
 			if f.Hint != "" {
 				fmt.Fprintf(g.out, "%26s-> %s\n", "", f.Hint)
 			}
 		}
 	}
 	if g.JSON {
-		if err := g.emit(map[string]any{"version": fullVersion(), "ok": worst == 0, "checks": fs}); err != nil {
+		if err := g.emit(map[string]any{"version": fullVersion(), "ok": worst == 0, "checks": found}); err != nil {
 			return err
 		}
 	} else {
@@ -114,7 +122,26 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 	return nil
 }
 
+// indented lines the rest of a fact of several lines up with its first one, and cuts a long one.
+func indented(fact string) string {
+	const most = 6
+	lines := strings.Split(fact, "\n")
+	if n := len(lines) - most; n > 0 {
+		lines = append(lines[:most], fmt.Sprintf("and %d more; --json has all", n))
+	}
+	return strings.Join(lines, "\n"+strings.Repeat(" ", 27))
+}
+
+// parityFiles are what a fixture consists of.
+var parityFiles = [...]string{"config.json", "model.safetensors", "expect.safetensors"}
+
 func (c *doctorCmd) parity(g *globals) error {
+	for _, name := range parityFiles {
+		if _, err := os.Stat(filepath.Join(c.Parity, name)); err != nil {
+			return &trainer.Error{Op: "read parity fixture", Err: err, Hint: "a fixture is a directory with " + strings.Join(parityFiles[:], ", ") +
+				"; the repository has some in model/testdata/reference, and make reference remakes them"}
+		}
+	}
 	dev, err := g.openDevice()
 	if err != nil {
 		return err
@@ -148,6 +175,7 @@ func (c *doctorCmd) parity(g *globals) error {
 	}
 	if !rep.OK {
 		fmt.Fprintln(g.errOut, "error: parity missed:", strings.Join(rep.Failures, "; "))
+		fmt.Fprintln(g.errOut, "hint: if the shipped fixtures pass (hs doctor --parity model/testdata/reference/edges), this fixture's weights or expectations are damaged: make it again")
 		return exitError{code: exitFailure, silent: true}
 	}
 	return nil
@@ -179,7 +207,7 @@ func checkGPU() (string, string, string) {
 	if len(found) == 0 {
 		return "SKIP", "no /dev/nvidia*; this build runs on the CPU", ""
 	}
-	return "WARN", fmt.Sprintf("%d GPU device file(s) found, but this build has the CPU back-end only", len(found)), "training runs on the CPU; pick a tiny model"
+	return "WARN", fmt.Sprintf("%d GPU device file(s) found, but this build has the CPU back-end only", len(found)), "hs train --device cpu, with a small model"
 }
 
 func checkGemm(dev *kernels.Device) (string, string, string) {
@@ -187,7 +215,7 @@ func checkGemm(dev *kernels.Device) (string, string, string) {
 	for _, s := range [][3]int64{{8192, 128, 384}, {1024, 1024, 1024}} {
 		rate, err := gemmRate(dev, s[0], s[1], s[2], 10)
 		if err != nil {
-			return "FAIL", err.Error(), hintOf(err)
+			return "FAIL", err.Error(), advice(err)
 		}
 		parts = append(parts, fmt.Sprintf("%dx%dx%d %.0f GFLOP/s", s[0], s[1], s[2], rate))
 	}
@@ -198,18 +226,18 @@ func checkGemm(dev *kernels.Device) (string, string, string) {
 func (c *doctorCmd) checkPlan(cfg trainer.Config) (string, string, string) {
 	null, err := kernels.Open("null", kernels.Options{})
 	if err != nil {
-		return "FAIL", err.Error(), hintOf(err)
+		return "FAIL", err.Error(), advice(err)
 	}
 	defer null.Close()
 	m, err := loadModel(cfg.Model.Path, null, true)
 	if err != nil {
-		return "SKIP", "no plan without a checkpoint: " + err.Error(), hintOf(err)
+		return "SKIP", "no plan without a checkpoint, see D08", ""
 	}
 	defer m.Close()
 	rows := max(2048, cfg.Model.MaxLen)
 	x, err := model.NewExec(m, model.ExecOptions{Temperature: 1, MaxRows: rows, MaxTargets: rows, Entropy: true})
 	if err != nil {
-		return "FAIL", err.Error(), hintOf(err)
+		return "FAIL", err.Error(), advice(err)
 	}
 	defer x.Close()
 	need := float64(x.PeakBytes()) / (1 << 20)
@@ -222,15 +250,15 @@ func (c *doctorCmd) checkPlan(cfg trainer.Config) (string, string, string) {
 	return "OK", fact, ""
 }
 
-func checkModel(cfg trainer.Config, dev *kernels.Device, deep bool) (string, string, string) {
+func checkModel(cfg trainer.Config, dev *kernels.Device) (string, string, string) {
 	m, err := loadModel(cfg.Model.Path, dev, false)
 	if err != nil {
-		return "FAIL", err.Error(), hintOf(err)
+		return "FAIL", err.Error(), advice(err)
 	}
 	defer m.Close()
 	sum, err := m.WeightsSHA256()
 	if err != nil {
-		return "FAIL", err.Error(), hintOf(err)
+		return "FAIL", err.Error(), advice(err)
 	}
 	name := cfg.Model.Path
 	if name == "" {
@@ -245,34 +273,34 @@ func checkModel(cfg trainer.Config, dev *kernels.Device, deep bool) (string, str
 func (c *doctorCmd) checkEnv(ctx context.Context, cfg trainer.Config) (string, string, string) {
 	e, err := openEnv(cfg)
 	if err != nil {
-		return "FAIL", err.Error(), hintOf(err)
+		return "FAIL", err.Error(), advice(err)
 	}
 	defer e.Close()
 	start := time.Now()
 	if err := e.Health(ctx); err != nil {
-		return "FAIL", err.Error(), hintOf(err)
+		return "FAIL", err.Error(), advice(err)
 	}
 	tasks, err := e.Tasks(ctx, env.Val)
 	if err != nil || len(tasks) == 0 {
-		return "FAIL", fmt.Sprintf("validation split: %d tasks, %v", len(tasks), err), ""
+		return "FAIL", fmt.Sprintf("validation split: %d tasks, %v", len(tasks), err), "raise task.val, or give more rows with task.data"
 	}
 	a, err := e.Open(ctx, tasks[0], env.OpenOptions{AttemptID: "doctor"})
 	if err != nil {
-		return "FAIL", err.Error(), hintOf(err)
+		return "FAIL", err.Error(), advice(err)
 	}
 	v, gerr := a.Grade(ctx)
 	if err := errors.Join(gerr, a.Close(ctx)); err != nil {
-		return "FAIL", err.Error(), hintOf(err)
+		return "FAIL", err.Error(), advice(err)
 	}
 	i := e.Info()
 	fact := fmt.Sprintf("%s, %s back-end: open and grade in %.1f ms, doing nothing is graded %s", i.Label, i.Backend, time.Since(start).Seconds()*1000, v.Outcome)
 	if v.Success {
-		return "FAIL", fact, "the grader accepts an empty episode"
+		return "FAIL", fact + ": the grader accepts an empty episode", "hs env check dbbench"
 	}
 	if c.Gold > 0 {
 		rep, err := goldOf(ctx, cfg, c.Gold, nil)
 		if err != nil {
-			return "FAIL", err.Error(), hintOf(err)
+			return "FAIL", err.Error(), advice(err)
 		}
 		fact += fmt.Sprintf("; gold %d of %d", rep.Passed, rep.Rows)
 		if rep.Passed < rep.Rows {
@@ -301,6 +329,9 @@ func goldOf(ctx context.Context, cfg trainer.Config, n int, progress func(done, 
 }
 
 func checkDisk(root string) (string, string, string) {
+	if _, err := os.Stat(root); errors.Is(err, fs.ErrNotExist) {
+		defer os.Remove(root) // the check leaves nothing behind
+	}
 	if err := os.MkdirAll(root, 0o755); err != nil {
 		return "FAIL", err.Error(), "choose another folder with -C"
 	}
