@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"text/tabwriter"
 
 	"harness-s/env"
 	"harness-s/env/dbbench"
@@ -40,10 +41,13 @@ func (c *envLs) Run(ctx context.Context, g *globals) error {
 	if g.JSON {
 		err = g.emit(map[string]any{"environments": []any{map[string]any{"info": i, "ready": herr == nil, "health": health}}})
 	} else {
-		fmt.Fprintf(g.out, "%-10s %-10s %-10s train %d  val %d  test %d (sealed)  invalid %d  %s\n",
-			i.Name, i.Label, i.Backend, i.Counts[env.Train], i.Counts[env.Val], i.Counts[env.Test], len(i.Invalid), health)
+		w := tabwriter.NewWriter(g.out, 0, 0, 2, ' ', 0)
+		fmt.Fprintln(w, "NAME\tTASKS\tBACK-END\tTRAIN\tVAL\tTEST (SEALED)\tINVALID\tSTATE")
+		fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%d\t%d\t%d\t%s\n", i.Name, i.Label, i.Backend, i.Counts[env.Train], i.Counts[env.Val], i.Counts[env.Test], len(i.Invalid), health)
+		err = w.Flush()
 	}
 	if err == nil && herr != nil {
+		fmt.Fprintln(g.errOut, "hint:", advice(herr))
 		return exitError{code: exitNotReady, silent: true}
 	}
 	return err
@@ -51,7 +55,7 @@ func (c *envLs) Run(ctx context.Context, g *globals) error {
 
 type envCheck struct {
 	Name    string `arg:"" default:"dbbench" help:"Environment."`
-	Data    string `type:"path" help:"JSONL file of rows; default generated tasks." placeholder:"FILE"`
+	Data    string `type:"path" help:"JSONL file of rows, or a JSON list; default generated tasks." placeholder:"FILE"`
 	DSN     string `help:"Database server, as user:password@tcp(host:port)/; default the embedded one."`
 	Count   int    `default:"0" help:"First rows only; 0 = all rows of a file, 200 generated tasks."`
 	Seed    uint64 `default:"1" help:"Seed of generated tasks."`
@@ -107,7 +111,11 @@ func (c *envCheck) Run(ctx context.Context, g *globals) error {
 		res.Failed = []dbbench.FailedRow{}
 	}
 	for _, f := range res.Failed {
-		g.say("%s: %s", f.ID, f.Reason)
+		at := ""
+		if f.Line > 0 {
+			at = fmt.Sprintf("%s line %d, ", c.Data, f.Line)
+		}
+		g.say("%srow %s: %s", at, f.ID, f.Reason)
 	}
 	share := 0.0
 	if res.Rows > 0 {

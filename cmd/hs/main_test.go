@@ -29,6 +29,9 @@ func hs(t *testing.T, args ...string) (code int, out, errOut string) {
 // lastJSON decodes the last line of stdout, the contract of --json.
 func lastJSON(t *testing.T, out string) map[string]any {
 	t.Helper()
+	if n := strings.Count(out, "\n{"); n > 1 || n == 1 && out[0] == '{' {
+		t.Fatalf("more than one JSON object on stdout:\n%s", out)
+	}
 	lines := strings.Split(strings.TrimSpace(out), "\n")
 	var v map[string]any
 	if err := json.Unmarshal([]byte(lines[len(lines)-1]), &v); err != nil {
@@ -41,6 +44,10 @@ func TestUsage(t *testing.T) {
 	missing := filepath.Join(t.TempDir(), "none.toml")
 	bad := filepath.Join(t.TempDir(), "bad.toml")
 	if err := os.WriteFile(bad, []byte("[rollout]\ntemprature = 0.5\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	rows := filepath.Join(t.TempDir(), "rows.jsonl")
+	if err := os.WriteFile(rows, []byte("\n{\"description\": \"x\", oops}\n"), 0o644); err != nil {
 		t.Fatal(err)
 	}
 	for _, c := range []struct {
@@ -60,16 +67,28 @@ func TestUsage(t *testing.T) {
 		{"no GPU", []string{"bench", "kernels", "--device", "cuda:0"}, exitNotReady, []string{"cuda:0"}},
 		{"bad bench size", []string{"bench", "decode", "--batch", "0"}, exitUsage, []string{"batch 0"}},
 		{"unknown env", []string{"env", "check", "appworld"}, exitUsage, []string{"appworld", "dbbench"}},
-		{"missing rows", []string{"env", "check", "dbbench", "--data", missing}, exitUsage, []string{"none.toml"}},
+		{"missing rows", []string{"env", "check", "dbbench", "--data", missing}, exitUsage, []string{"none.toml", "hint: pass a JSONL file"}},
+		{"broken rows", []string{"env", "check", "dbbench", "--data", rows}, exitUsage, []string{"rows.jsonl: line 2 column 22 near \"oops}\"", "hint: each line"}},
+		{"dead database of gold", []string{"env", "check", "dbbench", "--count", "1", "--dsn", "root@tcp(127.0.0.1:1)/"}, exitNotReady, []string{"refused", "hint: start the database server"}},
+		{"bad DSN", []string{"env", "check", "dbbench", "--count", "1", "--dsn", "garbage"}, exitUsage, []string{"parse dsn", "hint: check the dsn"}},
+		{"misspelt subcommand", []string{"env", "chek"}, exitUsage, []string{"did you mean \"check\"", "hint: hs env --help"}},
+		{"init into a directory", []string{"init", "-o", t.TempDir()}, exitUsage, []string{"is a directory", "hs.toml"}},
+		{"init without its folder", []string{"init", "-o", filepath.Join(missing, "hs.toml")}, exitUsage, []string{"hint: mkdir -p"}},
+		{"parity of nothing", []string{"doctor", "--parity", t.TempDir()}, exitFailure, []string{"config.json", "hint: a fixture is"}},
+		{"unknown task", []string{"play", "nope"}, exitUsage, []string{`"nope"`, "hint: tasks are for instance: "}},
+		{"filter at the wrong level", []string{"show", "a/1", "--failed"}, exitUsage, []string{"hs show RUN/STEP/TASK --failed"}},
 		{"test split without record", []string{"eval", "--split", "test"}, exitUsage, []string{"--out"}},
 		{"resume another run", []string{"-C", t.TempDir(), "train", "--run", "nope", "--resume"}, exitUsage, []string{`no run "nope"`, "hint: hs ls"}},
 		{"dead database", []string{"-C", t.TempDir(), "play", "--set", "task.dsn=root@tcp(127.0.0.1:1)/"}, exitNotReady, []string{"reach database", "hint: start the server"}},
 		{"resume nothing", []string{"-C", t.TempDir(), "train", "--resume"}, exitUsage, []string{"no runs"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			code, _, errOut := hs(t, c.args...)
+			code, out, errOut := hs(t, append(c.args, "--json")...)
 			if code != c.code {
 				t.Errorf("exit code %d, want %d; stderr:\n%s", code, c.code, errOut)
+			}
+			if v := lastJSON(t, out); v["ok"] != false || v["exit_code"] != float64(code) || v["error"] == "" || v["hint"] == "" {
+				t.Errorf("--json of a failure: %v", v)
 			}
 			for _, w := range c.want {
 				if !strings.Contains(errOut, w) {
@@ -77,6 +96,77 @@ func TestUsage(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestJSONOfEveryCommand checks that the last line of stdout is an object whatever the command, and that -q leaves stderr empty.
+func TestJSONOfEveryCommand(t *testing.T) {
+	dir := t.TempDir()
+	for _, c := range []struct {
+		args string
+		key  string
+	}{
+		{"version", "version"}, {"--version", "version"}, {"ls", "runs"}, {"env ls", "environments"}, {"env check --count 2", "passed"},
+		{"config show", "config"}, {"config check", "digest"}, {"config diff --preset demo", "diff"}, {"config doc", "keys"}, {"config doc --metrics", "metrics"},
+		{"init --list", "presets"}, {"init -o " + filepath.Join(dir, "hs.toml"), "path"}, {"doctor", "checks"}, {"play", "spans"},
+		{"eval --tasks 2", "pass1"}, {"train --dry-run", "ok"},
+	} {
+		code, out, errOut := hs(t, append(strings.Fields(c.args), "--json", "-q", "-C", dir)...)
+		if code != 0 || errOut != "" {
+			t.Errorf("%s: exit code %d, stderr %q", c.args, code, errOut)
+			continue
+		}
+		if v := lastJSON(t, out); v[c.key] == nil {
+			t.Errorf("%s: no key %q in %.200s", c.args, c.key, out)
+		}
+	}
+}
+
+func TestHelp(t *testing.T) {
+	for _, args := range [][]string{nil, {"help"}, {"--help"}} {
+		if code, out, _ := hs(t, args...); code != 0 || !strings.Contains(out, "Run one episode") {
+			t.Errorf("%q: exit code %d, %.80q", args, code, out)
+		}
+	}
+	_, want, _ := hs(t, "show", "--help")
+	if code, out, _ := hs(t, "help", "show"); code != 0 || out != want {
+		t.Errorf("help show: exit code %d, %.80q", code, out)
+	}
+}
+
+// TestPlayOrigins checks that the printed transcript tells template, task and policy apart, and uses colour only when asked.
+func TestPlayOrigins(t *testing.T) {
+	_, out, _ := hs(t, "play", "-q")
+	for _, k := range []string{"[system] You", "[policy] ", "[tool] "} {
+		if !strings.Contains(out, k) {
+			t.Errorf("no %q in\n%s", k, out)
+		}
+	}
+	if strings.Contains(out, "\x1b[") {
+		t.Error("colour off a terminal")
+	}
+	if _, out, _ = hs(t, "play", "-q", "--color", "always"); !strings.Contains(out, "\x1b[1;32m") {
+		t.Error("no colour with --color always")
+	}
+}
+
+func TestLocked(t *testing.T) {
+	host, err := os.Hostname()
+	must(t, err)
+	for text, want := range map[string]bool{
+		fmt.Sprintf(`{"pid":%d,"host":%q}`, os.Getpid(), host): true,
+		fmt.Sprintf(`{"pid":%d,"host":%q}`, 1<<30, host):       false, // above every pid
+		`{"pid":1,"host":"elsewhere"}`:                         true,
+		"":                                                     false,
+	} {
+		dir := t.TempDir()
+		must(t, os.WriteFile(filepath.Join(dir, "hs.lock"), []byte(text), 0o644))
+		if got := locked(dir); got != want {
+			t.Errorf("lock %s: %v, want %v", text, got, want)
+		}
+	}
+	if locked(t.TempDir()) {
+		t.Error("locked without a lock")
 	}
 }
 
@@ -277,13 +367,19 @@ func TestTrainEndToEnd(t *testing.T) {
 	if code != 0 || lastJSON(t, out)["weights_sha256"] != want {
 		t.Errorf("resume from step 1: exit code %d, weights differ: %s", code, e)
 	}
-	for _, c := range [][]string{{"ls"}, {"show", "a"}, {"show", "a/1"}, {"show", "a/1/0"}, {"show", "a/1/0/0"}, {"report", "a"}} {
+	for _, c := range [][]string{{"ls"}, {"show"}, {"show", "a"}, {"show", "a/1"}, {"show", "a/1", "--rescued"}, {"show", "a/1/0"}, {"show", "a/1/0", "--failed"}, {"show", "a/1/0/0"}, {"report", "a"}} {
 		code, out, e := hs(t, append([]string{"-C", dir, "--json"}, c...)...)
-		if code != 0 || !json.Valid([]byte(strings.TrimSpace(out))) {
+		if code != 0 {
 			t.Errorf("%v: exit code %d %s\n%.300s", c, code, e, out)
 		}
+		lastJSON(t, out)
 		if code, _, e := hs(t, append([]string{"-C", dir}, c...)...); code != 0 {
 			t.Errorf("%v: exit code %d %s", c, code, e)
+		}
+	}
+	for path, want := range map[string]string{"b": "runs here: a", "a/9": "run a has steps 1 to 2", "a/1x": "run a has steps 1 to 2", "a/1/9": "tasks are 0 to 1", "a/1/0/99": "attempts are 0 to "} {
+		if code, _, e := hs(t, "-C", dir, "show", path); code != exitUsage || !strings.Contains(e, want) {
+			t.Errorf("show %s: exit code %d, no %q in %s", path, code, want, e)
 		}
 	}
 	html, err := os.ReadFile(filepath.Join(dir, "a", "report.html"))
