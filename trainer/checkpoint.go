@@ -25,6 +25,7 @@ type Snapshot struct {
 	Model func(dir string) error // writes a Hugging Face directory into dir, which exists and is empty
 	Optim []Arena                // optimiser moments; order is kept
 	State any                    // counters, evidence, cursor: anything encoding/json round-trips
+	Bytes int64                  // about what it takes on disk, for the message of a full one; 0 = unknown
 }
 
 // Arena is one block of optimiser state.
@@ -82,7 +83,7 @@ func (c *Checkpoints) Path(step int) string { return filepath.Join(c.dir, stepNa
 func (c *Checkpoints) Save(s Snapshot) (string, error) {
 	dst, tmp := c.Path(s.Step), filepath.Join(c.dir, tempMark+stepName(s.Step))
 	fail := func(err error) (string, error) {
-		return "", diskError(fmt.Sprintf("save checkpoint of step %d", s.Step), tmp, errors.Join(err, c.fs.RemoveAll(tmp)))
+		return "", diskError(fmt.Sprintf("save checkpoint of step %d", s.Step), dst, s.Bytes, errors.Join(err, c.fs.RemoveAll(tmp)))
 	}
 	if err := c.sweep(); err != nil {
 		return fail(err)
@@ -227,7 +228,9 @@ func (c *Checkpoints) DropAfter(step int) error {
 		}
 	}
 	if steps, err := c.List(); err == nil && len(steps) > 0 {
-		return c.link(stepName(steps[len(steps)-1]))
+		if err := c.link(stepName(steps[len(steps)-1])); err != nil {
+			c.warn(err)
+		}
 	}
 	return nil
 }
@@ -319,19 +322,34 @@ func (c *Checkpoints) Verify(step int) error {
 	return nil
 }
 
-// Latest returns the newest step that verifies, or ErrNoCheckpoint. Damaged ones
-// are skipped and reported through warn.
+// Latest returns the newest step that verifies. Damaged ones are skipped and
+// reported through warn; ErrNoCheckpoint means that none was ever saved, ErrDamaged
+// that there are some and none is whole.
 func (c *Checkpoints) Latest() (int, error) {
-	steps, err := c.List()
-	if err != nil {
-		return 0, err
+	entries, err := os.ReadDir(c.dir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return 0, diskError("find checkpoint", c.dir, 0, err)
 	}
-	for i := len(steps) - 1; i >= 0; i-- {
-		if err := c.Verify(steps[i]); err != nil {
-			c.warn(err)
-			continue
+	var steps []int
+	for _, e := range entries {
+		if n, ok := stepOf(e.Name()); ok && e.Name() == stepName(n) {
+			steps = append(steps, n)
 		}
-		return steps[i], nil
+	}
+	sort.Ints(steps)
+	for i := len(steps) - 1; i >= 0; i-- {
+		err := c.Verify(steps[i])
+		if errors.Is(err, fs.ErrPermission) { // says nothing about its content
+			return 0, diskError("find checkpoint", c.dir, 0, err)
+		}
+		if err == nil {
+			return steps[i], nil
+		}
+		c.warn(err)
+	}
+	if len(steps) > 0 {
+		return 0, &Error{Op: "find checkpoint", Err: fmt.Errorf("%s: %w: none of steps %v is whole", c.dir, ErrDamaged, steps),
+			Hint: "put back a copy of one of these folders; to give the run up and start it again from step 0: --clean in place of --resume"}
 	}
 	return 0, fmt.Errorf("find checkpoint in %s: %w", c.dir, ErrNoCheckpoint)
 }

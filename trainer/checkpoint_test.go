@@ -2,6 +2,7 @@ package trainer
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -296,7 +297,7 @@ func TestWriteFailureKeepsTheRunAlive(t *testing.T) {
 			verifyLoaded(t, c, 2)
 			continue
 		}
-		if !errors.Is(err, ErrNoSpace) || !strings.Contains(err.Error(), dir) || !strings.Contains(err.Error(), "bytes free") || Hint(err) == "" {
+		if !errors.Is(err, ErrNoSpace) || !strings.Contains(err.Error(), dir) || !strings.Contains(err.Error(), " free)") || Hint(err) == "" {
 			t.Fatalf("failure at %d: %v", at, err)
 		}
 		if left, gerr := filepath.Glob(filepath.Join(dir, ".*")); gerr != nil || len(left) > 0 {
@@ -327,18 +328,77 @@ func TestFullDisk(t *testing.T) {
 	big := snapshot(osFiles{}, 2, "big")
 	big.Optim[0].Data = noise(1 << 20)
 	_, err := c.Save(big)
-	if !errors.Is(err, ErrNoSpace) || !strings.Contains(err.Error(), "bytes free") {
+	if !errors.Is(err, ErrNoSpace) || !strings.Contains(err.Error(), " free)") {
 		t.Fatalf("error %v", err)
 	}
 	verifyLoaded(t, c, 1)
 	save(t, c, 2, "fits")
 	verifyLoaded(t, c, 2)
 	r := &RunDir{dir: dir}
-	if err := r.Preflight(1 << 20); !errors.Is(err, ErrNoSpace) {
+	if err := os.RemoveAll(c.dir); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Preflight(1<<20, SaveConfig{Keep: 1}); !errors.Is(err, ErrNoSpace) {
 		t.Errorf("preflight: %v", err)
 	}
-	if err := r.Preflight(1000); err != nil {
+	if err := r.Preflight(1000, SaveConfig{Keep: 1}); err != nil {
 		t.Errorf("preflight: %v", err)
+	}
+
+	// A line that does not fit leaves nothing, and the next one that does is whole.
+	a, err := r.Appender("lines.jsonl")
+	if err != nil {
+		t.Fatal(err)
+	}
+	line := map[string]any{"step": 1, "x": strings.Repeat("x", 5000)}
+	n := 0
+	for ; err == nil; n++ {
+		err = a.Write(line)
+	}
+	if !errors.Is(err, ErrNoSpace) || Hint(err) == "" {
+		t.Fatalf("line %d: %v", n, err)
+	}
+	if _, err := CreateRun(dir, "new", []byte(strings.Repeat("x", 1<<20)), Manifest{}, false); !errors.Is(err, ErrNoSpace) {
+		t.Errorf("create: %v", err)
+	}
+	if _, err := os.Stat(filepath.Join(dir, "new")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a run that could not be created left: %v", err)
+	}
+	if err := errors.Join(unix.Mount("", dir, "", unix.MS_REMOUNT, "size=512k"), a.Write(line), a.Close()); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(filepath.Join(dir, "lines.jsonl"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	whole := 0
+	for l := range bytes.Lines(b) {
+		if !json.Valid(l) {
+			t.Fatalf("line %d is torn", whole)
+		}
+		whole++
+	}
+	if whole != n {
+		t.Errorf("%d lines, %d were written", whole, n)
+	}
+}
+
+// All checkpoints damaged is not the same as none: nothing may start again from step 0 by itself.
+func TestAllDamagedIsRefused(t *testing.T) {
+	dir := t.TempDir()
+	warned := 0
+	c := NewCheckpoints(dir, 5, 0, func(error) { warned++ })
+	for _, step := range []int{5, 10} {
+		save(t, c, step, "x")
+	}
+	if err := os.Remove(filepath.Join(c.Path(5), doneFile)); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(filepath.Join(c.Path(10), optimFile), 10); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Latest(); !errors.Is(err, ErrDamaged) || errors.Is(err, ErrNoCheckpoint) || Hint(err) == "" || warned != 2 {
+		t.Errorf("%d warnings, error %v", warned, err)
 	}
 }
 

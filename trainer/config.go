@@ -33,6 +33,8 @@ type RunConfig struct {
 	Seed    uint64 `toml:"seed" max:"9007199254740991" doc:"seed of every keyed random stream"`
 	Steps   int    `toml:"steps" min:"0" doc:"optimiser steps to run"`
 	Threads int    `toml:"threads" min:"0" max:"1024" doc:"CPU threads of the kernels, 0 = all cores; results do not depend on it"`
+	// A pause keeps the state in memory; what ends it is an environment that answers or a disk with space.
+	PauseLimit Duration `toml:"pause_limit" min:"0s" doc:"longest pause while the environment is down or the disk is full before the run stops; 0s = wait for ever"`
 }
 
 // ModelConfig selects the policy.
@@ -181,7 +183,7 @@ type SFTConfig struct {
 // is in the struct tags above.
 func Defaults() Config {
 	return Config{
-		Run:   RunConfig{Name: "run", Seed: 1, Steps: 100},
+		Run:   RunConfig{Name: "run", Seed: 1, Steps: 100, PauseLimit: Duration(time.Hour)},
 		Model: ModelConfig{MaxLen: 32768, Device: "auto", Gemm: "own"},
 		Task:  TaskConfig{Env: "dbbench", PerStep: 16, Seed: 1, Train: 2000, Val: 100, Test: 100},
 		Rollout: RolloutConfig{

@@ -40,6 +40,7 @@ var (
 	ErrRunExists    = errors.New("run directory is in use") // exit code 2
 	ErrLocked       = errors.New("run is locked by a live process")
 	ErrNoCheckpoint = errors.New("no valid checkpoint")
+	ErrDamaged      = errors.New("checkpoints are damaged")
 	ErrNoSpace      = errors.New("not enough free space")
 	ErrGate         = errors.New("gate tripped") // exit code 4
 )

@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -60,7 +61,7 @@ func writeAtomic(fs files, path string, data []byte) error {
 		err = fs.SyncDir(filepath.Dir(path))
 	}
 	if err != nil {
-		return diskError("write "+filepath.Base(path), path, errors.Join(err, ignoreMissing(fs.RemoveAll(tmp))))
+		return diskError("write "+filepath.Base(path), path, int64(len(data)), errors.Join(err, ignoreMissing(fs.RemoveAll(tmp))))
 	}
 	return nil
 }
@@ -76,6 +77,42 @@ func writeFile(fs files, path string, fill func(io.Writer) error) error {
 		err = f.Sync()
 	}
 	return errors.Join(err, f.Close())
+}
+
+// appended is a file that grows by whole blocks: what a failed write left of a block is cut off again.
+type appended struct {
+	*os.File
+	size int64
+	torn bool // bytes past size may exist
+}
+
+// openAppended opens path at its end, creating it when absent; flags are added to those of os.OpenFile.
+func openAppended(path string, flags int) (*appended, error) {
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND|flags, 0o644)
+	if err != nil {
+		return nil, err
+	}
+	info, err := f.Stat()
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return &appended{File: f, size: info.Size()}, nil
+}
+
+// append adds b as a whole or not at all.
+func (a *appended) append(b []byte) error {
+	if a.torn {
+		if err := a.Truncate(a.size); err != nil {
+			return err
+		}
+		a.torn = false
+	}
+	if _, err := a.Write(b); err != nil {
+		a.torn = a.Truncate(a.size) != nil
+		return err
+	}
+	a.size += int64(len(b))
+	return nil
 }
 
 func ignoreMissing(err error) error {
@@ -94,24 +131,51 @@ func FreeBytes(path string) (int64, error) {
 	return int64(st.Bavail) * st.Bsize, nil
 }
 
-// diskError names path and free bytes of a failed write; a full disk gets a hint
-// and wraps ErrNoSpace.
-func diskError(op, path string, err error) error {
-	dir := filepath.Dir(path)
-	for {
-		if _, e := os.Stat(dir); e == nil || dir == filepath.Dir(dir) {
-			break
+// diskError says what to do about a failed write to path. A full disk gives an error that wraps ErrNoSpace and names the space that is
+// needed (0 = unknown) and free.
+func diskError(op, path string, need int64, err error) error {
+	if err == nil {
+		return nil
+	}
+	out := &Error{Op: op, Err: fmt.Errorf("%s: %w", path, err)}
+	switch {
+	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
+		dir := filepath.Dir(path)
+		for {
+			if _, e := os.Stat(dir); e == nil || dir == filepath.Dir(dir) {
+				break
+			}
+			dir = filepath.Dir(dir)
 		}
-		dir = filepath.Dir(dir)
-	}
-	free, ferr := FreeBytes(dir)
-	if ferr != nil {
-		free = -1
-	}
-	out := &Error{Op: op, Err: fmt.Errorf("%s (%d bytes free): %w", path, free, err)}
-	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
-		out.Err = fmt.Errorf("%s (%d bytes free): %w: %w", path, free, ErrNoSpace, err)
-		out.Hint = "free space on that file system; the run keeps its state in memory and the next save tries again"
+		space := ""
+		if need > 0 {
+			space = sizeText(need) + " needed"
+		}
+		if free, ferr := FreeBytes(dir); ferr == nil {
+			space = strings.TrimPrefix(space+", "+sizeText(free)+" free", ", ")
+		}
+		out.Err = fmt.Errorf("%s: %w (%s): %w", path, ErrNoSpace, space, err)
+		out.Hint = "free space on that file system or raise its quota; see with: df -h " + dir
+	case errors.Is(err, os.ErrPermission), errors.Is(err, unix.EROFS):
+		out.Hint = "make the folder writable for this user, or choose another runs root with -C DIR"
+	case errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.EISDIR), errors.Is(err, os.ErrExist):
+		out.Hint = "a file is where a folder is expected, or the reverse: move it away, or choose another runs root with -C DIR"
+	case errors.Is(err, os.ErrNotExist):
+		out.Hint = "the folder was removed or renamed while it was in use: put it back, or start again"
 	}
 	return out
+}
+
+// sizeText shows bytes with a binary unit: 512 B, 42.3 MiB.
+func sizeText(n int64) string {
+	if n < 1<<10 {
+		return fmt.Sprintf("%d B", n)
+	}
+	v := float64(n)
+	for _, unit := range []string{"KiB", "MiB", "GiB"} {
+		if v /= 1 << 10; v < 1<<10 {
+			return fmt.Sprintf("%.1f %s", v, unit)
+		}
+	}
+	return fmt.Sprintf("%.1f TiB", v/(1<<10))
 }

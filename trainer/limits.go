@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// ErrEnvDown says that the environment stayed down although its probe passed
-// (exit code 3).
+// ErrEnvDown says that the environment stayed down for longer than run.pause_limit, or for the attempts although its probe passed (exit
+// code 3).
 var ErrEnvDown = errors.New("environment is down")
 
 // maxTrips is how often the breaker may open without one valid attempt in
@@ -74,6 +74,7 @@ func (s *slots) release() {
 type breaker struct {
 	health  func(context.Context) error
 	limit   time.Duration   // of one probe
+	pause   time.Duration   // longest one, 0 = any
 	stop    <-chan struct{} // closed when the run shall end: a pause is not waited for; may be nil
 	log     *slog.Logger
 	mu      sync.Mutex
@@ -83,11 +84,13 @@ type breaker struct {
 	allowed int
 	trips   int           // without a valid attempt in between
 	shut    chan struct{} // non-nil while open; closed when attempts may go on
+	since   time.Time     // when it opened
 	probing bool
 }
 
-func newBreaker(window int, share float64, health func(context.Context) error, limit time.Duration, log *slog.Logger) *breaker {
-	return &breaker{health: health, limit: limit, log: log, ring: make([]bool, window), allowed: int(share * float64(window))}
+func newBreaker(c RolloutConfig, pause time.Duration, health func(context.Context) error, log *slog.Logger) *breaker {
+	return &breaker{health: health, limit: c.StepTimeout.D(), pause: pause, log: log,
+		ring: make([]bool, c.InfraWindow), allowed: int(c.InfraShare * float64(c.InfraWindow))}
 }
 
 // record books one attempt and reports whether the breaker is open.
@@ -116,7 +119,8 @@ func (b *breaker) record(infra bool) bool {
 func (b *breaker) open(why error) {
 	b.shut = make(chan struct{})
 	b.trips++
-	b.log.Error("paused: environment down; the run goes on by itself when it answers", "err", why, "trips", b.trips)
+	b.since = time.Now()
+	b.log.Error("paused: environment down; the run goes on by itself when it answers", "err", why, "trips", b.trips, "stops_after", Duration(b.pause))
 }
 
 // doubt probes after an infra fault and opens the breaker at once when nothing answers, so that an outage costs no attempt its
@@ -161,7 +165,11 @@ func (b *breaker) wait(ctx context.Context) error {
 // probe asks the environment until it answers, then lets attempts go on.
 func (b *breaker) probe(ctx context.Context) error {
 	for pause := time.Second; ; pause = min(2*pause, time.Minute) {
-		t := time.NewTimer(pause)
+		wait := pause
+		if b.pause > 0 {
+			wait = min(wait, max(b.pause-time.Since(b.since), 0))
+		}
+		t := time.NewTimer(wait)
 		var end error
 		select {
 		case <-t.C:
@@ -187,6 +195,13 @@ func (b *breaker) probe(ctx context.Context) error {
 			b.shut = nil
 			b.log.Warn("resumed: environment answers")
 			return nil
+		}
+		if b.pause > 0 && time.Since(b.since) >= b.pause {
+			b.mu.Lock()
+			b.probing = false
+			b.mu.Unlock()
+			return &Error{Op: "wait for the environment", Err: fmt.Errorf("%w: no answer for %s (run.pause_limit): %w", ErrEnvDown, Duration(b.pause), err),
+				Hint: "start the environment's server again; the run waits longer with --set run.pause_limit=DURATION"}
 		}
 		b.log.Warn("environment still down", "err", err, "next_probe", min(2*pause, time.Minute))
 	}

@@ -118,7 +118,7 @@ func newRollouts(cfg Config, d *Deps, s *Scheduler) *rollouts {
 	return &rollouts{
 		cfg: cfg, d: d, sched: s, log: log,
 		slots:   newSlots(live),
-		breaker: newBreaker(cfg.Rollout.InfraWindow, cfg.Rollout.InfraShare, d.Env.Health, cfg.Rollout.StepTimeout.D(), log),
+		breaker: newBreaker(cfg.Rollout, cfg.Run.PauseLimit.D(), d.Env.Health, log),
 		watch:   newWatch(log, cfg.Rollout.StallAfter.D(), s.Beats),
 		salt:    fmt.Sprintf("%d-%d", os.Getpid(), time.Now().UnixNano()),
 	}

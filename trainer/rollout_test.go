@@ -180,6 +180,39 @@ func TestInterruptDuringOutage(t *testing.T) {
 }
 
 // An environment whose probe passes while every attempt fails ends the run.
+// An environment that stays down ends the run after run.pause_limit, with a checkpoint of the last full step.
+func TestPauseLimit(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, d := newWorld(t, rates(50), byRate), newRunDir(t)
+		w.cfg.Run.PauseLimit, w.cfg.Save.Every = Duration(10*time.Minute), 0
+		down := &env.InfraError{Phase: "step", Retryable: true, Err: errors.New("connection refused")}
+		var dead atomic.Bool
+		w.env.on = func(context.Context, env.TaskRef, string) error {
+			if dead.Load() {
+				return down
+			}
+			return nil
+		}
+		w.env.health = func() error {
+			if dead.Load() {
+				return down
+			}
+			return nil
+		}
+		began := time.Now()
+		s, err := Run(t.Context(), w.cfg, w.deps, RunOptions{Dir: d, Sinks: []Sink{stopAfter{2, func() { dead.Store(true) }}}})
+		if !errors.Is(err, ErrEnvDown) || !errors.Is(err, env.ErrInfra) || Hint(err) == "" || s.Steps != 2 {
+			t.Fatalf("step %d, error %v", s.Steps, err)
+		}
+		if waited := time.Since(began); waited < 10*time.Minute || waited > 11*time.Minute {
+			t.Errorf("waited %s", waited)
+		}
+		if last, err := d.Checkpoints(w.cfg.Save, nil).Latest(); err != nil || last != 2 {
+			t.Errorf("latest checkpoint %d %v", last, err)
+		}
+	})
+}
+
 func TestEnvironmentDownForGood(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, rates(50), byRate)

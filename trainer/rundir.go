@@ -1,14 +1,13 @@
 package trainer
 
 import (
-	"bufio"
 	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -73,13 +72,13 @@ var subdirs = [...]string{"logs", "rollouts", "router", "evidence", "pool", "eva
 // and takes the lock. A directory that is in use already is refused with
 // ErrRunExists and the three ways out; clean removes it first, unless a live
 // process holds its lock or it does not look like a run.
-func CreateRun(root, name string, config []byte, m Manifest, clean bool) (*RunDir, error) {
+func CreateRun(root, name string, config []byte, m Manifest, clean bool) (_ *RunDir, err error) {
 	if name == "" || name != filepath.Base(name) || strings.HasPrefix(name, ".") {
 		return nil, hinted("create run", "use letters, digits, - and _", "%q is not a directory name", name)
 	}
 	dir := filepath.Join(root, name)
 	if used, err := inUse(dir); err != nil {
-		return nil, fmt.Errorf("create run: %w", err)
+		return nil, diskError("create run", dir, 0, err)
 	} else if used && clean {
 		if err := cleanRun(dir); err != nil {
 			return nil, err
@@ -89,22 +88,30 @@ func CreateRun(root, name string, config []byte, m Manifest, clean bool) (*RunDi
 			Hint: fmt.Sprintf("go on with it: --run %s --resume; keep it and start another: --run NAME; delete it and start again: --run %s --clean", name, name)}
 	}
 	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return nil, diskError("create run", dir, err)
+		return nil, diskError("create run", dir, 0, err)
 	}
 	r := &RunDir{dir: dir, Attempt: 1, manifest: m}
 	r.manifest.Schema, r.manifest.Name = 1, name
 	if err := r.takeLock(m.Created); err != nil {
+		os.Remove(dir) // which succeeds when it is empty
 		return nil, err
 	}
-	// What can be resumed comes first, so that a kill leaves a run that goes on or a directory that counts as unused.
-	err := errors.Join(WriteAtomic(r.Path("run.toml"), config), r.startAttempt(m.Created, 0))
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, r.Discard())
+		}
+	}()
 	for _, s := range subdirs {
-		if e := os.MkdirAll(r.Path(s), 0o755); e != nil && err == nil {
-			err = diskError("create run", r.Path(s), e)
+		if err := os.MkdirAll(r.Path(s), 0o755); err != nil {
+			return nil, diskError("create run", r.Path(s), 0, err)
 		}
 	}
-	if err != nil {
-		return nil, errors.Join(err, r.Close())
+	// run.toml is the last: a kill before it leaves a directory that counts as unused, a kill after it a run that goes on.
+	if err := r.startAttempt(m.Created, 0); err != nil {
+		return nil, err
+	}
+	if err := WriteAtomic(r.Path("run.toml"), config); err != nil {
+		return nil, err
 	}
 	return r, nil
 }
@@ -124,13 +131,24 @@ func OpenRun(root, name string, now time.Time) (*RunDir, error) {
 	return r, nil
 }
 
-// BeginResume records a new attempt that goes on after step and drops every
-// record past it: metrics, events, decisions, rollouts, evaluations, evidence
-// versions and checkpoints.
-func (r *RunDir) BeginResume(step int, now time.Time) error {
+// BeginResume records a new attempt that goes on after step, 0 = from the start, and drops every record past it: checkpoints, metrics,
+// events, decisions, rollouts, evaluations and evidence versions. Checkpoints go first: one that is left has the records of its step, also
+// after a kill in between. Damaged lines are set aside and told to warn (nil = ignored).
+func (r *RunDir) BeginResume(step int, now time.Time, warn func(error)) error {
+	if err := NewCheckpoints(r.Path("checkpoints"), 1, 0, nil).DropAfter(step); err != nil {
+		return fmt.Errorf("resume run: %w", err)
+	}
+	keep := step
+	if step == 0 { // what precedes step 1 is made again too
+		keep = -1
+	}
 	for _, name := range []string{"metrics.jsonl", "events.jsonl", "router/decisions.jsonl"} {
-		if err := truncateJSONL(r.Path(name), step); err != nil {
+		damaged, err := truncateJSONL(r.Path(name), keep)
+		if err != nil {
 			return fmt.Errorf("resume run: %w", err)
+		}
+		if damaged > 0 && warn != nil {
+			warn(fmt.Errorf("%s: %d damaged lines dropped; the file as it was: %s", name, damaged, r.Path(name+damagedMark)))
 		}
 	}
 	for _, sub := range []string{"rollouts", "evals"} {
@@ -139,18 +157,20 @@ func (r *RunDir) BeginResume(step int, now time.Time) error {
 			return fmt.Errorf("resume run: %w", err)
 		}
 		for _, e := range entries {
-			if n, ok := stepOf(e.Name()); ok && n > step {
+			if n, ok := stepOf(e.Name()); ok && n > keep {
 				if err := os.Remove(r.Path(sub, e.Name())); err != nil {
 					return fmt.Errorf("resume run: %w", err)
 				}
 			}
 		}
 	}
-	if err := r.dropEvidence(step); err != nil {
+	if err := r.dropEvidence(keep); err != nil {
 		return fmt.Errorf("resume run: %w", err)
 	}
-	if err := NewCheckpoints(r.Path("checkpoints"), 1, 0, nil).DropAfter(step); err != nil {
-		return fmt.Errorf("resume run: %w", err)
+	for _, s := range subdirs { // someone may have tidied up empty folders
+		if err := os.MkdirAll(r.Path(s), 0o755); err != nil {
+			return diskError("resume run", r.Path(s), 0, err)
+		}
 	}
 	return r.startAttempt(now, step)
 }
@@ -255,15 +275,20 @@ func ReadManifest(dir string) (Manifest, error) {
 	return m, nil
 }
 
-// Preflight refuses to start when the file system cannot hold two checkpoints of
-// the given size (pitfalls.md row 74).
-func (r *RunDir) Preflight(checkpointBytes int64) error {
+// Preflight refuses to start when the file system cannot hold the checkpoints that are still to come: those that are kept and the next,
+// which is complete before the oldest goes (pitfalls.md row 74).
+func (r *RunDir) Preflight(checkpointBytes int64, s SaveConfig) error {
+	have, err := r.Checkpoints(s, nil).List()
+	if err != nil {
+		return err
+	}
 	free, err := FreeBytes(r.dir)
 	if err != nil {
 		return err
 	}
-	if need := 2 * checkpointBytes; free < need {
-		return &Error{Op: "check free space", Err: fmt.Errorf("%s: %d bytes free, two checkpoints need %d: %w", r.dir, free, need, ErrNoSpace),
+	n := max(s.Keep+1-len(have), 1)
+	if need := int64(n) * checkpointBytes; free < need {
+		return &Error{Op: "check free space", Err: fmt.Errorf("%s: %w for %d checkpoints (%s needed, %s free)", r.dir, ErrNoSpace, n, sizeText(need), sizeText(free)),
 			Hint: "free space, choose another runs root with -C DIR, or lower save.keep"}
 	}
 	return nil
@@ -274,12 +299,12 @@ func (r *RunDir) LogFile() (*os.File, error) {
 	name := fmt.Sprintf("attempt_%d.log", r.Attempt)
 	f, err := os.OpenFile(r.Path("logs", name), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
 	if err != nil {
-		return nil, fmt.Errorf("open log: %w", err)
+		return nil, diskError("open log", r.Path("logs", name), 0, err)
 	}
 	tmp := r.Path("logs", "latest.tmp")
 	err = errors.Join(ignoreMissing(os.Remove(tmp)), os.Symlink(name, tmp), os.Rename(tmp, r.Path("logs", "latest")))
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("link latest log: %w", err), f.Close())
+		return nil, errors.Join(diskError("link latest log", r.Path("logs", "latest"), 0, err), f.Close())
 	}
 	return f, nil
 }
@@ -325,9 +350,6 @@ func (r *RunDir) WriteJSON(name string, v any) error {
 	if err != nil {
 		return fmt.Errorf("encode %s: %w", name, err)
 	}
-	if err := os.MkdirAll(filepath.Dir(r.Path(name)), 0o755); err != nil {
-		return fmt.Errorf("write %s: %w", name, err)
-	}
 	return WriteAtomic(r.Path(name), append(b, '\n'))
 }
 
@@ -362,21 +384,21 @@ func (r *RunDir) Discard() error {
 // whole lines and at most one cut one, which resume removes.
 type Appender struct {
 	mu   sync.Mutex
-	f    *os.File
+	f    *appended
 	path string
 }
 
 // Appender opens name below the run directory for appending.
 func (r *RunDir) Appender(name string) (*Appender, error) {
 	path := r.Path(name)
-	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	f, err := openAppended(path, 0)
 	if err != nil {
-		return nil, fmt.Errorf("open %s: %w", name, err)
+		return nil, diskError("open "+name, path, 0, err)
 	}
 	return &Appender{f: f, path: path}, nil
 }
 
-// Write appends v as one line.
+// Write appends v as one line, or nothing: the caller may try again.
 func (a *Appender) Write(v any) error {
 	var line bytes.Buffer
 	e := json.NewEncoder(&line)
@@ -386,61 +408,79 @@ func (a *Appender) Write(v any) error {
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if _, err := a.f.Write(line.Bytes()); err != nil {
-		return diskError("append to "+filepath.Base(a.path), a.path, err)
+	if err := a.f.append(line.Bytes()); err != nil {
+		return diskError("append to "+filepath.Base(a.path), a.path, int64(line.Len()), err)
 	}
 	return nil
 }
 
 // Sync flushes to the disk.
-func (a *Appender) Sync() error { return a.f.Sync() }
+func (a *Appender) Sync() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.f.Sync(); err != nil {
+		return diskError("sync "+filepath.Base(a.path), a.path, 0, err)
+	}
+	return nil
+}
 
 // Close syncs and closes the file.
-func (a *Appender) Close() error { return errors.Join(a.f.Sync(), a.f.Close()) }
+func (a *Appender) Close() error { return errors.Join(a.Sync(), a.f.Close()) }
 
-// truncateJSONL keeps the lines whose "step" is at most step. A last line that a
-// kill cut short is dropped; a damaged line before it is an error.
-func truncateJSONL(path string, step int) error {
-	f, err := os.Open(path)
+// damagedMark is added to the name of a file that had damaged lines.
+const damagedMark = ".damaged"
+
+// truncateJSONL keeps the lines whose "step" is at most step. A last line that a kill cut short is dropped. Damaged lines before it, which a
+// crash of the machine may leave, are dropped and counted; the file as it was is kept beside it.
+func truncateJSONL(path string, step int) (damaged int, err error) {
+	text, err := os.ReadFile(path)
 	if errors.Is(err, os.ErrNotExist) {
-		return nil
+		return 0, nil
 	}
 	if err != nil {
-		return err
+		return 0, err
 	}
-	defer f.Close()
-	var keep bytes.Buffer
-	rd := bufio.NewReader(f)
-	for n := 1; ; n++ {
-		line, err := rd.ReadBytes('\n')
-		if err != nil && err != io.EOF {
-			return err
-		}
-		if err == io.EOF {
-			break // an unfinished line, or nothing
+	var keep []byte
+	for line := range bytes.Lines(text) {
+		if line[len(line)-1] != '\n' {
+			break // unfinished
 		}
 		var at struct {
 			Step *int `json:"step"`
 		}
 		if err := json.Unmarshal(line, &at); err != nil || at.Step == nil {
-			return fmt.Errorf("%s line %d: not a record with a step", path, n)
-		}
-		if *at.Step <= step {
-			keep.Write(line)
+			damaged++
+		} else if *at.Step <= step {
+			keep = append(keep, line...)
 		}
 	}
-	return WriteAtomic(path, keep.Bytes())
+	if len(keep) == len(text) {
+		return 0, nil
+	}
+	if damaged > 0 {
+		if err := WriteAtomic(path+damagedMark, text); err != nil {
+			return damaged, err
+		}
+	}
+	return damaged, WriteAtomic(path, keep)
 }
 
-// inUse reports whether dir holds anything but a lock and temporary files, which a process that was killed while it created the run
-// leaves; whether the lock's owner lives is takeLock's question.
+// inUse reports whether dir holds more than a process that was killed while it created the run leaves: lock, temporary files, empty
+// folders, a manifest without run.toml. Whether the lock's owner lives is takeLock's question.
 func inUse(dir string) (bool, error) {
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, os.ErrNotExist) {
 		return false, nil
 	}
 	for _, e := range entries {
-		if !strings.HasPrefix(e.Name(), lockFile) && !strings.HasSuffix(e.Name(), ".tmp") {
+		name := e.Name()
+		switch {
+		case strings.HasPrefix(name, lockFile), strings.HasSuffix(name, ".tmp"), name == manifestFile:
+		case slices.Contains(subdirs[:], name):
+			if in, err := os.ReadDir(filepath.Join(dir, name)); err != nil || len(in) > 0 {
+				return true, err
+			}
+		default:
 			return true, err
 		}
 	}
@@ -463,9 +503,10 @@ func cleanRun(dir string) error {
 	return nil
 }
 
-// lockOwner is the content of hs.lock.
+// lockOwner is the content of hs.lock. Began tells a process from a later one of the same number, which containers reuse at once.
 type lockOwner struct {
 	PID   int       `json:"pid"`
+	Began uint64    `json:"began,omitempty"` // start of the process in clock ticks since boot; 0 = unknown
 	Host  string    `json:"host"`
 	Start time.Time `json:"start"`
 }
@@ -486,13 +527,32 @@ func (o lockOwner) alive() bool {
 	if err != nil || host != o.Host {
 		return true
 	}
-	err = unix.Kill(o.PID, 0)
-	return err == nil || errors.Is(err, unix.EPERM)
+	began, running, err := processStart(o.PID)
+	if errors.Is(err, os.ErrNotExist) { // ended, or /proc hides it
+		err = unix.Kill(o.PID, 0)
+		return err == nil || errors.Is(err, unix.EPERM)
+	}
+	return err != nil || running && (o.Began == 0 || began == o.Began)
+}
+
+// processStart reads when a process started, in clock ticks since boot, and whether it still runs rather than waits to be reaped.
+func processStart(pid int) (ticks uint64, running bool, err error) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, false, err
+	}
+	// The second field is the name in parentheses, which may hold anything; state is field 3, the start field 22 (proc_pid_stat(5)).
+	f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
+	if len(f) < 20 {
+		return 0, false, fmt.Errorf("read start of process %d: %q", pid, b)
+	}
+	ticks, err = strconv.ParseUint(f[19], 10, 64)
+	return ticks, f[0] != "Z" && f[0] != "X", err
 }
 
 func lockedError(dir string, o lockOwner) error {
 	return &Error{Op: "lock run", Err: fmt.Errorf("%s: %w: process %d on %s since %s", dir, ErrLocked, o.PID, o.Host, o.Start.Format(time.RFC3339)),
-		Hint: "wait for it or stop it; if that host is gone, remove " + filepath.Join(dir, lockFile)}
+		Hint: fmt.Sprintf("wait for it or stop it with: kill -INT %d; if that host is gone: rm %s", o.PID, filepath.Join(dir, lockFile))}
 }
 
 // takeLock creates the lock file; one whose process is dead is replaced. Creation
@@ -503,22 +563,26 @@ func (r *RunDir) takeLock(now time.Time) error {
 	if err != nil {
 		return fmt.Errorf("read host name: %w", err)
 	}
-	b, err := json.Marshal(lockOwner{PID: os.Getpid(), Host: host, Start: now})
+	began, _, err := processStart(os.Getpid())
+	if err != nil {
+		began = 0 // no /proc here
+	}
+	b, err := json.Marshal(lockOwner{PID: os.Getpid(), Began: began, Host: host, Start: now})
 	if err != nil {
 		return fmt.Errorf("encode lock: %w", err)
 	}
 	mine := fmt.Sprintf("%s.%d", path, os.Getpid())
-	if err := os.WriteFile(mine, append(b, '\n'), 0o644); err != nil {
-		return diskError("lock run", mine, err)
-	}
 	defer os.Remove(mine)
+	if err := os.WriteFile(mine, append(b, '\n'), 0o644); err != nil {
+		return diskError("lock run", path, int64(len(b)), err)
+	}
 	for range 2 {
 		if err = os.Link(mine, path); err == nil {
 			r.lock = path
 			return nil
 		}
 		if !errors.Is(err, os.ErrExist) {
-			return fmt.Errorf("lock run: %w", err)
+			return diskError("lock run", path, 0, err)
 		}
 		o, rerr := readLock(path)
 		if rerr == nil && o.alive() {

@@ -91,8 +91,13 @@ func TestUnfinishedCreation(t *testing.T) {
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range []string{lockFile + ".123", "run.toml.tmp"} {
+	for _, name := range []string{lockFile + ".123", "run.toml.tmp", manifestFile} {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte("{"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, s := range subdirs[:3] {
+		if err := os.Mkdir(filepath.Join(dir, s), 0o755); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -131,6 +136,19 @@ func TestStaleLock(t *testing.T) {
 		t.Fatalf("dead owner: %v", err)
 	}
 	closeRun(t, r)
+	began, running, err := processStart(os.Getpid())
+	if err != nil || !running {
+		t.Fatalf("own process: running %v, %v", running, err)
+	}
+	write(lockOwner{PID: os.Getpid(), Began: began - 1, Host: host})
+	if r, err = OpenRun(root, "a", at(1)); err != nil {
+		t.Fatalf("dead owner whose number is used again: %v", err)
+	}
+	closeRun(t, r)
+	write(lockOwner{PID: os.Getpid(), Began: began, Host: host})
+	if _, err := OpenRun(root, "a", at(1)); !errors.Is(err, ErrLocked) {
+		t.Errorf("live owner: %v", err)
+	}
 	write(lockOwner{PID: 1 << 30, Host: host + "-other"})
 	if _, err := OpenRun(root, "a", at(1)); !errors.Is(err, ErrLocked) || !strings.Contains(Hint(err), lockFile) {
 		t.Errorf("owner on another host: %v", err)
@@ -195,7 +213,7 @@ func TestResumeTruncatesRecords(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer closeRun(t, r)
-	if err := r.BeginResume(6, at(6)); err != nil {
+	if err := r.BeginResume(6, at(6), func(err error) { t.Error(err) }); err != nil {
 		t.Fatal(err)
 	}
 	b, err := os.ReadFile(r.Path("metrics.jsonl"))
@@ -240,11 +258,55 @@ func TestResumeTruncatesRecords(t *testing.T) {
 	if to, err := os.Readlink(r.Path("logs", "latest")); err != nil || to != "attempt_2.log" {
 		t.Errorf("latest log %q %v", to, err)
 	}
-	if err := os.WriteFile(r.Path("events.jsonl"), []byte("{\"step\":1}\ngarbage\n{\"step\":2}\n"), 0o644); err != nil {
+}
+
+// A damaged line does not cost the run: the good ones stay, the file as it was is kept.
+func TestResumeSetsDamagedLinesAside(t *testing.T) {
+	r := create(t, t.TempDir(), "a")
+	defer closeRun(t, r)
+	text := "{\"step\":1}\n\x00\x00garbage\n{\"step\":2}\n{\"step\":3}\n"
+	if err := os.WriteFile(r.Path("events.jsonl"), []byte(text), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	if err := r.BeginResume(6, at(7)); err == nil || !strings.Contains(err.Error(), "line 2") {
-		t.Errorf("damaged record: %v", err)
+	var warned error
+	if err := r.BeginResume(2, at(7), func(err error) { warned = err }); err != nil {
+		t.Fatal(err)
+	}
+	if warned == nil || !strings.Contains(warned.Error(), "events.jsonl: 1 damaged") {
+		t.Errorf("warned %v", warned)
+	}
+	for name, want := range map[string]string{"events.jsonl": "{\"step\":1}\n{\"step\":2}\n", "events.jsonl" + damagedMark: text} {
+		if b, err := os.ReadFile(r.Path(name)); err != nil || string(b) != want {
+			t.Errorf("%s: %q %v", name, b, err)
+		}
+	}
+	// Starting again from step 0 makes the events before step 1 again.
+	if err := os.WriteFile(r.Path("events.jsonl"), []byte("{\"step\":0}\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.BeginResume(0, at(8), nil); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := os.ReadFile(r.Path("events.jsonl")); err != nil || len(b) > 0 {
+		t.Errorf("events after a start from step 0: %q %v", b, err)
+	}
+}
+
+// A resume that a kill cuts short must not leave a checkpoint whose records are gone.
+func TestResumeDropsCheckpointsFirst(t *testing.T) {
+	r := create(t, t.TempDir(), "a")
+	defer closeRun(t, r)
+	ck := r.Checkpoints(SaveConfig{Keep: 9}, nil)
+	save(t, ck, 3, "x")
+	save(t, ck, 6, "x")
+	if err := os.Mkdir(r.Path("metrics.jsonl"), 0o755); err != nil { // stops the resume there
+		t.Fatal(err)
+	}
+	if err := r.BeginResume(3, at(1), nil); err == nil {
+		t.Fatal("resumed")
+	}
+	if last, err := ck.Latest(); err != nil || last != 3 {
+		t.Errorf("latest checkpoint %d %v", last, err)
 	}
 }
 

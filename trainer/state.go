@@ -90,6 +90,10 @@ func newRun(ctx context.Context, cfg Config, d *Deps, o RunOptions) (*run, error
 	if t.decisions, err = o.Dir.Appender("router/decisions.jsonl"); err != nil {
 		return nil, errors.Join(err, t.events.Close())
 	}
+	if err := t.writeInputs(); err != nil {
+		t.close()
+		return nil, err
+	}
 	return t, nil
 }
 
@@ -120,11 +124,6 @@ func checkRun(cfg Config, d *Deps) error {
 // begin brings the run to the state after step st.Step: a checkpoint's, or that of
 // a fresh start with its evidence and first evaluation.
 func (t *run) begin(ctx context.Context) error {
-	if t.o.Dir != nil {
-		if err := t.writeInputs(); err != nil {
-			return err
-		}
-	}
 	if t.o.Resume > 0 {
 		if err := t.restore(t.o.Resume); err != nil {
 			return err
@@ -138,7 +137,7 @@ func (t *run) begin(ctx context.Context) error {
 			return fmt.Errorf("build evidence: %w", err)
 		}
 	}
-	if err := t.publish(0); err != nil {
+	if err := t.publish(ctx, 0); err != nil {
 		return err
 	}
 	return t.eval(ctx, 0, nil, nil)
@@ -161,7 +160,7 @@ func (t *run) profile(ctx context.Context, tasks []env.TaskRef, attempts, step i
 }
 
 // publish makes collected evidence visible and stores the new version.
-func (t *run) publish(step int) error {
+func (t *run) publish(ctx context.Context, step int) error {
 	before := t.evidence.View().Version()
 	v := t.evidence.Publish(step)
 	if t.o.Dir == nil || v.Version() == before && step > 0 {
@@ -170,7 +169,7 @@ func (t *run) publish(step int) error {
 	if v.Version() != before {
 		t.event(Event{Step: step, Event: "evidence", Data: map[string]any{"version": v.Version(), "tasks": v.Tasks(), "digest": v.Digest()}})
 	}
-	return t.o.Dir.WriteJSON(fmt.Sprintf("evidence/v%03d.json", v.Version()), v)
+	return t.persist(ctx, func() error { return t.o.Dir.WriteJSON(fmt.Sprintf("evidence/v%03d.json", v.Version()), v) })
 }
 
 // restore loads moments and state of a checkpoint into a model that was loaded
@@ -246,25 +245,71 @@ func (t *run) writeInputs() error {
 	if err != nil {
 		return err
 	}
-	return t.o.Dir.Preflight(3 * int64(len(w)))
+	return t.o.Dir.Preflight(checkpointBytes(len(w)), t.cfg.Save)
 }
 
+// checkpointBytes is about what a checkpoint takes: weights and two moments.
+func checkpointBytes(weights int) int64 { return 3 * int64(weights) }
+
 // store writes the attempts and router decisions of a step.
-func (t *run) store(groups []*Group, view *router.View) error {
+func (t *run) store(ctx context.Context, groups []*Group, view *router.View) error {
 	if t.o.Dir == nil {
 		return nil
 	}
-	if err := t.o.Dir.WriteRollouts(t.st.Step, rolloutRecords(groups, t.cfg, t.st.Pool, view.Version())); err != nil {
+	records := rolloutRecords(groups, t.cfg, t.st.Pool, view.Version())
+	if err := t.persist(ctx, func() error { return t.o.Dir.WriteRollouts(t.st.Step, records) }); err != nil {
 		return err
 	}
 	for _, g := range groups {
 		if d := decisionOf(g); d != nil {
-			if err := t.decisions.Write(d); err != nil {
+			if err := t.persist(ctx, func() error { return t.decisions.Write(d) }); err != nil {
 				return err
 			}
 		}
 	}
 	return nil
+}
+
+// diskProbe is how long a paused run waits before it tries to write again: the first time, and at most.
+const diskProbeFirst, diskProbeMost = 500 * time.Millisecond, 30 * time.Second
+
+// persist calls write until the disk has space for it: a full disk pauses the run with its state in memory (pitfalls.md row 74). The pause
+// ends with write's error after run.pause_limit, or at once when the run shall stop.
+func (t *run) persist(ctx context.Context, write func() error) error {
+	began := time.Now()
+	for pause := diskProbeFirst; ; pause = min(2*pause, diskProbeMost) {
+		err := write()
+		if err == nil && pause > diskProbeFirst {
+			t.event(Event{Step: t.st.Step, Event: "warning", Text: fmt.Sprintf("resumed after %.0f s: the disk has space again", since(began))})
+		}
+		if !errors.Is(err, ErrNoSpace) {
+			return err
+		}
+		limit := t.cfg.Run.PauseLimit.D()
+		if pause == diskProbeFirst {
+			text := "paused: " + err.Error() + "; the run goes on by itself when there is space"
+			if limit > 0 {
+				text += fmt.Sprintf(" and stops after %s (run.pause_limit)", t.cfg.Run.PauseLimit)
+			}
+			t.event(Event{Step: t.st.Step, Event: "warning", Text: text})
+		}
+		wait := pause
+		if limit > 0 {
+			wait = min(wait, limit-time.Since(began))
+		}
+		if t.interrupted() || wait <= 0 {
+			return err
+		}
+		timer := time.NewTimer(wait)
+		select {
+		case <-timer.C:
+		case <-t.o.Interrupt:
+		case <-ctx.Done():
+			timer.Stop()
+			return context.Cause(ctx)
+		}
+		timer.Stop()
+	}
 }
 
 // event tells the caller and the run directory. An event that cannot be written

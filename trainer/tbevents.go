@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
-	"io"
 	"math"
 	"os"
 	"path/filepath"
@@ -24,14 +23,14 @@ import (
 // that step on.
 func TBSink(dir, name string, now func() time.Time) (Sink, error) {
 	path := filepath.Join(dir, fmt.Sprintf("events.out.tfevents.%010d.%s", now().Unix(), name))
-	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o644)
+	f, err := openAppended(path, os.O_EXCL)
 	for n := 2; errors.Is(err, os.ErrExist); n++ { // two attempts within a second
-		f, err = os.OpenFile(fmt.Sprintf("%s.%d", path, n), os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o644)
+		f, err = openAppended(fmt.Sprintf("%s.%d", path, n), os.O_EXCL)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("create event file: %w", err)
+		return nil, diskError("create event file", path, 0, err)
 	}
-	s := &tbSink{w: f, f: f, now: now}
+	s := &tbSink{f: f, now: now}
 	if err := s.put(event(seconds(now()), 0, "brain.Event:2", nil)); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
@@ -39,19 +38,18 @@ func TBSink(dir, name string, now func() time.Time) (Sink, error) {
 }
 
 type tbSink struct {
-	w       io.Writer
-	f       *os.File
+	f       *appended
 	now     func() time.Time
 	started bool
 }
 
 func (s *tbSink) Write(r *Record) error {
 	if !s.started {
-		s.started = true
 		start := appendBytes(event(seconds(s.now()), int64(r.Step), "", nil), 7, []byte{1 << 3, 1}) // status START
 		if err := s.put(start); err != nil {
 			return err
 		}
+		s.started = true
 	}
 	return s.put(event(seconds(s.now()), int64(r.Step), "", r.Values()))
 }
@@ -59,10 +57,8 @@ func (s *tbSink) Write(r *Record) error {
 func (s *tbSink) Close() error { return errors.Join(s.f.Sync(), s.f.Close()) }
 
 func (s *tbSink) put(data []byte) error {
-	if _, err := s.w.Write(tfRecord(data)); err != nil {
-		return fmt.Errorf("write event file: %w", err)
-	}
-	return nil
+	b := tfRecord(data)
+	return diskError("write event file", s.f.Name(), int64(len(b)), s.f.append(b))
 }
 
 func seconds(t time.Time) float64 { return float64(t.UnixNano()) / 1e9 }

@@ -86,17 +86,15 @@ func Run(ctx context.Context, cfg Config, d *Deps, o RunOptions) (*Summary, erro
 	defer t.close()
 	err = withEngine(ctx, cfg, d, func(ctx context.Context, r *rollouts) error {
 		t.r, r.breaker.stop = r, o.Interrupt
-		if err := t.begin(ctx); err != nil {
-			return err
+		if err := t.prepare(ctx); err != nil {
+			return t.leave(0, err)
 		}
 		for step := t.st.Step + 1; step <= cfg.Run.Steps; step++ {
 			if t.interrupted() {
-				return t.stop(step - 1)
+				return t.leave(step-1, ErrInterrupted)
 			}
-			if err := t.step(ctx, step); errors.Is(err, ErrInterrupted) { // while the environment was down: the step is dropped
-				return t.stop(step - 1)
-			} else if err != nil {
-				return fmt.Errorf("step %d: %w", step, err)
+			if err := t.step(ctx, step); err != nil {
+				return t.leave(step-1, fmt.Errorf("step %d: %w", step, err))
 			}
 		}
 		return t.end(ctx)
@@ -144,7 +142,7 @@ func (t *run) step(ctx context.Context, step int) error {
 		t.event(Event{Step: step, Event: "empty_step", Text: fmt.Sprintf("0 live groups: %.0f all-pass, %.0f all-fail, %.0f incomplete",
 			rec.Group.AllPass, rec.Group.AllFail, rec.Group.Incomplete)})
 	}
-	if err := t.store(groups, view); err != nil {
+	if err := t.store(ctx, groups, view); err != nil {
 		return err
 	}
 
@@ -166,7 +164,7 @@ func (t *run) step(ctx context.Context, step int) error {
 	}
 	// The record comes before the checkpoint: a run that goes on from a step has the records of that step and of all before it.
 	for _, s := range t.o.Sinks {
-		if err := s.Write(rec); err != nil {
+		if err := t.persist(ctx, func() error { return s.Write(rec) }); err != nil {
 			return fmt.Errorf("write metrics: %w", err)
 		}
 	}
@@ -216,7 +214,7 @@ func (t *run) refresh(ctx context.Context, step int, groups []*Group) error {
 			return err
 		}
 	}
-	return t.publish(step)
+	return t.publish(ctx, step)
 }
 
 // recordTrain adds one row per harness of a group's attempts.
@@ -263,7 +261,7 @@ func (t *run) eval(ctx context.Context, step int, rec *Record, p *phases) error 
 	if t.o.Dir == nil {
 		return nil
 	}
-	return t.o.Dir.WriteJSON(fmt.Sprintf("evals/%s.json", stepName(step)), rep)
+	return t.persist(ctx, func() error { return t.o.Dir.WriteJSON(fmt.Sprintf("evals/%s.json", stepName(step)), rep) })
 }
 
 func (t *run) evalOptions(step int) EvalOptions {
@@ -280,47 +278,42 @@ func (t *run) evalOptions(step int) EvalOptions {
 }
 
 // save publishes a checkpoint. A full disk does not end the run: training goes on
-// and every following step tries again; only the last step insists (pitfalls.md
-// row 74).
+// and every following step tries again; only the last step waits for space
+// (pitfalls.md row 74).
 func (t *run) save(ctx context.Context, last bool) error {
 	if t.o.Dir == nil {
 		return nil
 	}
-	for try := 0; ; try++ {
+	write := func() error {
 		began := time.Now()
 		snap, err := t.snapshot()
 		if err != nil {
 			return err
 		}
-		_, err = t.ckpts.Save(snap)
-		if err == nil {
-			t.unsaved, t.saving = false, since(began)
-			t.event(Event{Step: t.st.Step, Event: "checkpoint"})
-			return nil
-		}
-		if !errors.Is(err, ErrNoSpace) {
+		// What the checkpoint stands on is on the disk before it.
+		if err := errors.Join(t.events.Sync(), t.decisions.Sync()); err != nil {
 			return err
 		}
-		t.event(Event{Step: t.st.Step, Event: "warning", Text: err.Error()})
-		t.d.logger().Error("checkpoint not saved, the run goes on", "err", err)
-		t.unsaved = true
-		if !last {
-			return nil
-		}
-		if try == saveTries {
+		if _, err := t.ckpts.Save(snap); err != nil {
 			return err
 		}
-		if err := sleep(ctx, saveRetry); err != nil {
-			return err
-		}
+		t.unsaved, t.saving = false, since(began)
+		return nil
 	}
+	t.unsaved = true
+	if last {
+		if err := t.persist(ctx, write); err != nil {
+			return err
+		}
+	} else if err := write(); errors.Is(err, ErrNoSpace) {
+		t.event(Event{Step: t.st.Step, Event: "warning", Text: err.Error() + "; the run goes on and tries again after the next step"})
+		return nil
+	} else if err != nil {
+		return err
+	}
+	t.event(Event{Step: t.st.Step, Event: "checkpoint"})
+	return nil
 }
-
-// saveTries and saveRetry bound how long the end of a run waits for free space.
-const (
-	saveTries = 3
-	saveRetry = 5 * time.Second
-)
 
 func (t *run) snapshot() (Snapshot, error) {
 	s := Snapshot{Step: t.st.Step, Model: t.d.Policy.Save}
@@ -333,6 +326,7 @@ func (t *run) snapshot() (Snapshot, error) {
 			return s, fmt.Errorf("read moments: %w", err)
 		}
 		s.Optim = append(s.Optim, Arena{Name: a.name, Data: b})
+		s.Bytes = checkpointBytes(len(b))
 	}
 	ev, err := t.evidence.MarshalJSON()
 	if err != nil {
@@ -347,15 +341,41 @@ func (t *run) snapshot() (Snapshot, error) {
 	return s, nil
 }
 
-// stop ends the run on request, after a checkpoint of the last full step.
-func (t *run) stop(step int) error {
-	if step > 0 {
+// prepare is begin, given up at once when the run shall stop: there is no step to finish.
+func (t *run) prepare(ctx context.Context) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	go func() {
+		select {
+		case <-t.o.Interrupt:
+			cancel(ErrInterrupted)
+		case <-ctx.Done():
+		}
+	}()
+	err := t.begin(ctx)
+	if err != nil && errors.Is(context.Cause(ctx), ErrInterrupted) {
+		err = ErrInterrupted
+	}
+	return err
+}
+
+// leave ends the run because of why. On request, or when the environment stays down, step is the last full one and gets a checkpoint first;
+// there is none when the weights are already those of a step whose record is not complete: that step is made again from the last checkpoint.
+func (t *run) leave(step int, why error) error {
+	e := Event{Step: step, Event: "breaker", Text: why.Error()}
+	switch {
+	case errors.Is(why, ErrInterrupted):
+		e, why = Event{Step: step, Event: "interrupted"}, ErrInterrupted
+	case !errors.Is(why, ErrEnvDown):
+		return why
+	}
+	if step > 0 && t.st.Step == step {
 		if err := t.save(context.Background(), true); err != nil {
-			return err
+			return fmt.Errorf("stopped (%v) without a checkpoint: %w", why, err)
 		}
 	}
-	t.event(Event{Step: step, Event: "interrupted"})
-	return ErrInterrupted
+	t.event(e)
+	return why
 }
 
 func (t *run) interrupted() bool {
@@ -375,7 +395,8 @@ func (t *run) end(ctx context.Context) error {
 		}
 	}
 	if t.o.Dir != nil {
-		if err := t.o.Dir.UpdateManifest(func(m *Manifest) { m.Completed = true }); err != nil {
+		err := t.persist(ctx, func() error { return t.o.Dir.UpdateManifest(func(m *Manifest) { m.Completed = true }) })
+		if err != nil {
 			return err
 		}
 	}

@@ -6,8 +6,13 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"harness-s/env"
 )
@@ -175,7 +180,7 @@ func TestResumeIsEqual(t *testing.T) {
 		t.Fatalf("error %v", err)
 	}
 	w2 := again()
-	if err := d.BeginResume(2, time.Unix(2, 0)); err != nil {
+	if err := d.BeginResume(2, time.Unix(2, 0), nil); err != nil {
 		t.Fatal(err)
 	}
 	w2.model.load(t, filepath.Join(d.Checkpoints(w2.cfg.Save, nil).Path(2), "model"))
@@ -258,6 +263,115 @@ func TestInterruptSavesAndStops(t *testing.T) {
 	if at, err := d.Checkpoints(w.cfg.Save, nil).Latest(); err != nil || at != 2 {
 		t.Errorf("latest checkpoint %d, %v", at, err)
 	}
+}
+
+// There is no step to finish before step 1: the first evaluation and the evidence are not waited for.
+func TestInterruptBeforeTheFirstStep(t *testing.T) {
+	w, d := newWorld(t, mixedRates, byRate), newRunDir(t)
+	stop := make(chan struct{})
+	var once sync.Once
+	w.env.on = func(ctx context.Context, _ env.TaskRef, _ string) error {
+		once.Do(func() { close(stop) })
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	s, err := startRun(t, w, RunOptions{Dir: d, Interrupt: stop})
+	if !errors.Is(err, ErrInterrupted) || s.Steps != 0 {
+		t.Fatalf("steps %d, error %v", s.Steps, err)
+	}
+	if at, err := d.Checkpoints(w.cfg.Save, nil).Latest(); !errors.Is(err, ErrNoCheckpoint) {
+		t.Errorf("latest checkpoint %d, %v", at, err)
+	}
+}
+
+// A stop between the update and the record of a step leaves no checkpoint of it: the step is made again.
+func TestInterruptAfterTheUpdate(t *testing.T) {
+	w, d := newWorld(t, mixedRates, byRate), newRunDir(t)
+	w.cfg.Eval.Every = 3
+	stop, down := make(chan struct{}), &env.InfraError{Phase: "step", Retryable: true, Err: errors.New("connection refused")}
+	steps := 0
+	var dead atomic.Bool
+	w.env.on = func(_ context.Context, x env.TaskRef, _ string) error {
+		if x.Split == env.Val && dead.Load() { // the evaluation after step 3
+			return down
+		}
+		return nil
+	}
+	var once sync.Once
+	w.env.health = func() error {
+		if !dead.Load() {
+			return nil
+		}
+		once.Do(func() { close(stop) })
+		return down
+	}
+	count := sinkFunc(func(r *Record) error {
+		steps = r.Step
+		dead.Store(r.Step == 2)
+		return nil
+	})
+	s, err := startRun(t, w, RunOptions{Dir: d, Interrupt: stop, Sinks: []Sink{count}})
+	if !errors.Is(err, ErrInterrupted) || s.Steps != 3 || steps != 2 {
+		t.Fatalf("steps %d, %d records, error %v", s.Steps, steps, err)
+	}
+	if at, err := d.Checkpoints(w.cfg.Save, nil).Latest(); err != nil || at != 2 {
+		t.Errorf("latest checkpoint %d, %v", at, err)
+	}
+}
+
+// A full disk pauses the run; the write is made again and nothing else is.
+func TestFullDiskPausesTheRun(t *testing.T) {
+	w := newWorld(t, mixedRates, byRate)
+	want, err := startRun(t, w, RunOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, mixedRates, byRate)
+		w.cfg.Run.PauseLimit = Duration(time.Hour)
+		full := diskError("append", "/nowhere/metrics.jsonl", 10, unix.ENOSPC)
+		tries, texts := 0, []string{}
+		sink := sinkFunc(func(r *Record) error {
+			if r.Step == 2 {
+				if tries++; tries < 9 {
+					return full
+				}
+			}
+			return nil
+		})
+		began := time.Now()
+		note := func(e Event) {
+			if e.Event == "warning" {
+				texts = append(texts, e.Text)
+			}
+		}
+		got, err := Run(t.Context(), w.cfg, w.deps, RunOptions{Sinks: []Sink{sink}, Event: note})
+		if err != nil || tries != 9 || got.WeightsSHA256 != want.WeightsSHA256 || got.Cost != want.Cost {
+			t.Fatalf("%d tries, %v", tries, err)
+		}
+		if len(texts) != 2 || !strings.Contains(texts[0], "10 B needed") || !strings.Contains(texts[0], "1h") || !strings.Contains(texts[1], "resumed") {
+			t.Errorf("warnings %q", texts)
+		}
+		if time.Since(began) < time.Minute {
+			t.Errorf("tried nine times in %s", time.Since(began))
+		}
+		always := sinkFunc(func(*Record) error { return full })
+		w = newWorld(t, mixedRates, byRate)
+		if _, err := Run(t.Context(), w.cfg, w.deps, RunOptions{Sinks: []Sink{always}}); !errors.Is(err, ErrNoSpace) || Hint(err) == "" {
+			t.Errorf("after the limit: %v", err)
+		}
+		stop := make(chan struct{})
+		w = newWorld(t, mixedRates, byRate)
+		w.cfg.Run.PauseLimit = 0
+		began = time.Now()
+		asked := sinkFunc(func(*Record) error { close(stop); return full })
+		if _, err := Run(t.Context(), w.cfg, w.deps, RunOptions{Sinks: []Sink{asked}, Interrupt: stop}); !errors.Is(err, ErrNoSpace) || errors.Is(err, ErrInterrupted) {
+			t.Errorf("stopped on request: %v", err)
+		}
+		if time.Since(began) > time.Second {
+			t.Errorf("a stop was waited for %s", time.Since(began))
+		}
+	})
 }
 
 func TestGapGateStopsTheRun(t *testing.T) {

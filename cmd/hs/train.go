@@ -7,8 +7,10 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"runtime"
+	"syscall"
 	"time"
 
 	"harness-s/model"
@@ -32,6 +34,10 @@ func (c *trainCmd) Run(ctx context.Context, g *globals) error {
 	if c.Clean && c.Resume {
 		return usage("choose one of them", "--clean deletes the run that --resume would go on with")
 	}
+	if c.FromStep != 0 && !c.Resume {
+		return usage(fmt.Sprintf("hs train --run NAME --resume --from-step %d", c.FromStep), "--from-step needs --resume")
+	}
+	signal.Ignore(syscall.SIGPIPE) // a pager or tee that ends costs lines, not the run
 	res, err := c.configuration(g)
 	if err != nil {
 		return err
@@ -63,22 +69,52 @@ func (c *trainCmd) Run(ctx context.Context, g *globals) error {
 		}
 		return err
 	}
-	if errors.Is(err, trainer.ErrInterrupted) {
-		err = &trainer.Error{Op: "train", Err: err, Hint: fmt.Sprintf("go on with: hs train --run %s --resume", cfg.Run.Name)}
-	}
+	err = c.stopped(g, dir, cfg, sum, err)
 	sum.TotalSeconds = time.Since(start).Seconds()
 	sum.PeakRSSMiB = peakRSSMiB()
 	c.table(g, sum)
-	if rerr := writeReport(dir.Dir(), dir.Path("report.html"), sum); rerr != nil {
-		err = errors.Join(err, rerr)
-	} else {
+	werr := dir.WriteJSON("summary.json", sum)
+	rerr := writeReport(dir.Dir(), dir.Path("report.html"), sum)
+	if rerr == nil {
 		g.say("report: %s", dir.Path("report.html"))
 	}
-	if werr := dir.WriteJSON("summary.json", sum); werr != nil {
-		err = errors.Join(err, werr)
+	switch werr = errors.Join(werr, rerr); {
+	case err != nil && werr != nil: // err decides the exit code and what to do
+		g.logger().Warn("report", "err", werr)
+	case werr != nil:
+		err = &trainer.Error{Op: "report", Err: werr, Hint: fmt.Sprintf("the training itself is done and saved; with space on the disk, write it again with: hs train --run %s --resume", cfg.Run.Name)}
 	}
 	if g.JSON && err == nil {
 		return g.emit(sum)
+	}
+	return err
+}
+
+// stopped adds to the error of a run what is saved and what goes on with it.
+func (c *trainCmd) stopped(g *globals, dir *trainer.RunDir, cfg trainer.Config, sum *trainer.Summary, err error) error {
+	if err == nil {
+		return nil
+	}
+	saved := 0
+	if steps, lerr := dir.Checkpoints(cfg.Save, nil).List(); lerr == nil && len(steps) > 0 {
+		saved = steps[len(steps)-1]
+	}
+	next := fmt.Sprintf("hs train --run %s --resume", cfg.Run.Name)
+	if root, err := filepath.Abs("runs"); err != nil || g.Root != root {
+		next += " -C " + g.Root
+	}
+	interrupted := errors.Is(err, trainer.ErrInterrupted)
+	if interrupted && saved > 0 && saved == sum.Steps {
+		return &trainer.Error{Op: "train", Err: err, Hint: "go on with: " + next}
+	}
+	g.progress.clear()
+	what := "nothing is saved yet, start again with: "
+	if saved > 0 {
+		what = fmt.Sprintf("saved up to step %d, go on with: ", saved)
+	}
+	fmt.Fprintln(g.errOut, what+next)
+	if interrupted {
+		return exitError{code: exitInterrupted, silent: true, err: &trainer.Error{Op: "train", Err: err, Hint: what + next}}
 	}
 	return err
 }
@@ -122,7 +158,8 @@ func (c *trainCmd) reopen(g *globals, cfg trainer.Config) (_ *trainer.RunDir, _ 
 			err = errors.Join(err, dir.Close())
 		}
 	}()
-	ck := dir.Checkpoints(cfg.Save, func(err error) { g.logger().Warn("checkpoint", "err", err) })
+	warn := func(err error) { g.logger().Warn("resume", "err", err) }
+	ck := dir.Checkpoints(cfg.Save, warn)
 	if err = ck.Recover(); err != nil {
 		return nil, nil, err
 	}
@@ -130,16 +167,20 @@ func (c *trainCmd) reopen(g *globals, cfg trainer.Config) (_ *trainer.RunDir, _ 
 	if step == 0 {
 		if step, err = ck.Latest(); errors.Is(err, trainer.ErrNoCheckpoint) {
 			g.say("no checkpoint was written yet: starting again from step 0 with the same configuration")
-			return dir, nil, dir.BeginResume(0, time.Now())
+			return dir, nil, dir.BeginResume(0, time.Now(), warn)
 		} else if err != nil {
 			return nil, nil, err
 		}
 	}
 	loaded, err := ck.Load(step)
 	if err != nil {
+		if steps, lerr := ck.List(); lerr == nil && c.FromStep != 0 {
+			err = &trainer.Error{Op: "resume", Err: err, Hint: fmt.Sprintf("checkpoints of this run: %v", steps)}
+		}
 		return nil, nil, err
 	}
-	if err = dir.BeginResume(step, time.Now()); err != nil {
+	g.say("going on after step %d", step)
+	if err = dir.BeginResume(step, time.Now(), warn); err != nil {
 		return nil, nil, err
 	}
 	return dir, loaded, nil
@@ -179,6 +220,8 @@ func (c *trainCmd) train(ctx context.Context, g *globals, cfg trainer.Config, di
 	}()
 	interrupt, stop := g.interruptible(ctx)
 	defer stop()
+	interrupt, stop = orHangup(interrupt)
+	defer stop()
 	o := trainer.RunOptions{Dir: dir, Sinks: sinks, Progress: g.progress.report, Interrupt: interrupt, Event: func(e trainer.Event) {
 		if e.Event == "warning" {
 			g.progress.clear()
@@ -189,6 +232,25 @@ func (c *trainCmd) train(ctx context.Context, g *globals, cfg trainer.Config, di
 		o.Resume = loaded.Step
 	}
 	return trainer.Run(ctx, cfg, s.deps, o)
+}
+
+// orHangup returns a channel that closes when stop does, or when the terminal goes away, unless the process was started to outlive it (nohup).
+func orHangup(stop <-chan struct{}) (<-chan struct{}, func()) {
+	if signal.Ignored(syscall.SIGHUP) {
+		return stop, func() {}
+	}
+	sig, closed, quit := make(chan os.Signal, 1), make(chan struct{}), make(chan struct{})
+	signal.Notify(sig, syscall.SIGHUP)
+	go func() {
+		select {
+		case <-sig:
+		case <-stop:
+		case <-quit:
+			return
+		}
+		close(closed)
+	}()
+	return closed, func() { signal.Stop(sig); close(quit) }
 }
 
 func (c *trainCmd) sinks(g *globals, dir *trainer.RunDir) ([]trainer.Sink, error) {
