@@ -61,11 +61,9 @@ tiny: build ## remake the shipped checkpoint from nothing, seeded: tokenizer, fr
 	  --set sft.tasks=10000 --set sft.original=0.35 --set sft.matched=0.8 --set sft.good_matched=0.95
 	$(HS) sft --pack build/tiny --into model/tiny
 
-bench: build ## CPU benchmarks into bench/results
+bench: build ## CPU benchmarks into bench/results; PYTHON=, LLAMA= and GGUF= add peers (tools/peers/bench.sh)
 	@mkdir -p bench/results
-	$(HS) bench decode --batch 64 --prompt 256 --new 128 --json
-	$(HS) bench train --rows 16 --length 512 --json
-	$(HS) bench step --groups 8 --attempts 8 --prompt 256 --new 128 --json
+	tools/peers/bench.sh | tee bench/results/$$(date -u +%Y-%m-%d)-cpu.txt
 
 size: ## lines of code per package
 	@for d in $$(git ls-files '*.go' '*.c' '*.h' '*.inc' | xargs -n1 dirname | sort -u); do \

@@ -41,7 +41,9 @@ func TinyConfig() *Config {
 
 // TinyFS returns the embedded checkpoint as a file system in memory, every file checked against its digest. It returns an error
 // wrapping ErrNoTiny when the build has none.
-func TinyFS() (fs.FS, error) {
+func TinyFS() (fs.FS, error) { return openTiny() }
+
+func openTiny() (memFS, error) {
 	sub, err := fs.Sub(tinyFiles, "tiny")
 	if err != nil {
 		return nil, fmt.Errorf("open tiny checkpoint: %w", err)
@@ -49,7 +51,7 @@ func TinyFS() (fs.FS, error) {
 	return unpackTiny(sub)
 }
 
-func unpackTiny(packed fs.FS) (fs.FS, error) {
+func unpackTiny(packed fs.FS) (memFS, error) {
 	sums, err := fs.ReadFile(packed, tinySums)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, &Error{Op: "open tiny checkpoint", Err: ErrNoTiny, Hint: "run: make tiny, then build again; or give the directory of a checkpoint"}
@@ -82,6 +84,26 @@ func unpackTiny(packed fs.FS) (fs.FS, error) {
 		out[name] = b
 	}
 	return out, nil
+}
+
+// UnpackTiny writes the files of the embedded checkpoint to dir, creating it: a plain Hugging Face directory for other programs.
+func UnpackTiny(dir string) error {
+	files, err := openTiny()
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return fmt.Errorf("unpack tiny checkpoint: %w", err)
+	}
+	for name, b := range files {
+		if err := writeAtomic(filepath.Join(dir, name), func(w io.Writer) error {
+			_, err := w.Write(b)
+			return err
+		}); err != nil {
+			return fmt.Errorf("unpack tiny checkpoint: %w", err)
+		}
+	}
+	return nil
 }
 
 func digest(b []byte) string {

@@ -1,6 +1,7 @@
 package model
 
 import (
+	"bytes"
 	"errors"
 	"io/fs"
 	"os"
@@ -76,6 +77,13 @@ func TestEmbeddedTiny(t *testing.T) {
 	}
 	if err := c.Check(cfg); err != nil {
 		t.Error(err)
+	}
+	dir := filepath.Join(t.TempDir(), "new")
+	if err := UnpackTiny(dir); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := os.ReadFile(filepath.Join(dir, configFile)); err != nil || !bytes.Equal(got, b) {
+		t.Errorf("unpacked %s: %d bytes, %v", configFile, len(got), err)
 	}
 	if _, err := LoadTokenizer(fsys); err != nil {
 		t.Error(err)

@@ -16,6 +16,8 @@ type sftCmd struct {
 	Out  string `type:"path" help:"Directory of the result, Hugging Face layout."`
 	Pack string `type:"path" help:"Pack this checkpoint directory for embedding instead of training." placeholder:"DIR"`
 	Into string `type:"path" help:"Where --pack writes." placeholder:"DIR"`
+
+	Unpack string `type:"path" help:"Write the shipped checkpoint to this directory instead of training." placeholder:"DIR"`
 }
 
 // Run trains on demonstrations.
@@ -32,6 +34,9 @@ func (c *sftCmd) Run(ctx context.Context, g *globals) error {
 			return g.emit(map[string]any{"packed": c.Pack, "into": c.Into})
 		}
 		return nil
+	}
+	if c.Unpack != "" {
+		return model.UnpackTiny(c.Unpack)
 	}
 	if c.Out == "" {
 		return usage("hs sft --preset tiny --new tiny --out DIR", "--out is missing")
