@@ -7,10 +7,12 @@ import (
 	"strings"
 )
 
-// series is one line of a plot: values by step.
+// series is one line of a plot: values by step, with an interval around each when Low and High are set.
 type series struct {
-	Name, Color, Last string
-	X, Y              []float64
+	Name, Last string
+	Class      string // s0 to s5, a colour of the style sheet
+	X, Y       []float64
+	Low, High  []float64
 }
 
 // plot is one figure of the report.
@@ -21,11 +23,12 @@ type plot struct {
 	SVG     template.HTML
 }
 
-var plotColors = [...]string{"#2563eb", "#16a34a", "#d97706", "#dc2626", "#7c3aed", "#0891b2"}
+// numClasses is how many colours the style sheet has.
+const numClasses = 6
 
 const (
 	plotW, plotH       = 520, 220
-	padL, padR         = 48, 10
+	padL, padR         = 52, 16
 	padT, padB         = 10, 26
 	innerW, innerH     = plotW - padL - padR, plotH - padT - padB
 	maxTicks       int = 5
@@ -36,9 +39,7 @@ const (
 func (p *plot) draw() {
 	for i := range p.Series {
 		s := &p.Series[i]
-		if s.Color == "" {
-			s.Color = plotColors[i%len(plotColors)]
-		}
+		s.Class = fmt.Sprintf("s%d", i%numClasses)
 		if n := len(s.Y); n > 0 {
 			s.Last = short(s.Y[n-1])
 		}
@@ -53,29 +54,39 @@ func (p *plot) draw() {
 	var b strings.Builder
 	fmt.Fprintf(&b, svgHead, plotW, plotH, template.HTMLEscapeString(p.Caption))
 	for _, t := range ticks(y0, y1) {
-		fmt.Fprintf(&b, `<line x1="%d" x2="%d" y1="%.1f" y2="%.1f" stroke="#e5e9f0"/><text x="%d" y="%.1f" text-anchor="end">%s</text>`, padL, plotW-padR, py(t), py(t), padL-6, py(t)+4, short(t))
+		fmt.Fprintf(&b, `<line class="grid" x1="%d" x2="%d" y1="%.1f" y2="%.1f"/><text x="%d" y="%.1f" text-anchor="end">%s</text>`, padL, plotW-padR, py(t), py(t), padL-6, py(t)+4, short(t))
 	}
 	for _, t := range ticks(x0, x1) {
 		if t == math.Trunc(t) {
 			fmt.Fprintf(&b, `<text x="%.1f" y="%d" text-anchor="middle">%s</text>`, px(t), plotH-8, short(t))
 		}
 	}
+	fmt.Fprintf(&b, `<text x="%d" y="%d" text-anchor="end">step</text>`, padL-12, plotH-8)
 	for i := len(lines) - 1; i >= 0; i-- {
 		s := lines[i]
+		fmt.Fprintf(&b, `<g class="%s">`, s.Class)
+		if p.Stacked && len(s.X) == 1 { // an area needs a width
+			s.X, s.Y = []float64{s.X[0] - 0.25, s.X[0] + 0.25}, []float64{s.Y[0], s.Y[0]}
+		}
 		var pts strings.Builder
 		for j := range s.X {
 			fmt.Fprintf(&pts, "%.1f,%.1f ", px(s.X[j]), py(s.Y[j]))
 		}
 		if p.Stacked && len(s.X) > 0 {
-			fmt.Fprintf(&b, `<polygon points="%.1f,%.1f %s%.1f,%.1f" fill="%s" fill-opacity=".8"/>`, px(s.X[0]), py(y0), pts.String(), px(s.X[len(s.X)-1]), py(y0), s.Color)
+			fmt.Fprintf(&b, `<polygon points="%.1f,%.1f %s%.1f,%.1f"/></g>`, px(s.X[0]), py(y0), pts.String(), px(s.X[len(s.X)-1]), py(y0))
 			continue
 		}
-		fmt.Fprintf(&b, `<polyline points="%s" fill="none" stroke="%s" stroke-width="2"/>`, pts.String(), s.Color)
+		for j := range s.Low {
+			x := px(s.X[j]) + 4*float64(i) // side by side where steps are equal
+			fmt.Fprintf(&b, `<line class="interval" x1="%.1f" x2="%.1f" y1="%.1f" y2="%.1f"/>`, x, x, py(s.Low[j]), py(s.High[j]))
+		}
+		fmt.Fprintf(&b, `<polyline points="%s"/>`, pts.String())
 		if len(s.X) <= 60 {
 			for j := range s.X {
-				fmt.Fprintf(&b, `<circle cx="%.1f" cy="%.1f" r="2.2" fill="%s"/>`, px(s.X[j]), py(s.Y[j]), s.Color)
+				fmt.Fprintf(&b, `<circle cx="%.1f" cy="%.1f" r="2.2"/>`, px(s.X[j]), py(s.Y[j]))
 			}
 		}
+		b.WriteString("</g>")
 	}
 	b.WriteString("</svg>")
 	p.SVG = template.HTML(b.String())
@@ -105,6 +116,9 @@ func extent(ss []series, zero bool) (x0, x1, y0, y1 float64) {
 			x0, x1 = min(x0, s.X[i]), max(x1, s.X[i])
 			y0, y1 = min(y0, s.Y[i]), max(y1, s.Y[i])
 		}
+		for i := range s.Low {
+			y0, y1 = min(y0, s.Low[i]), max(y1, s.High[i])
+		}
 	}
 	if x0 > x1 {
 		return 0, 1, 0, 1
@@ -115,8 +129,12 @@ func extent(ss []series, zero bool) (x0, x1, y0, y1 float64) {
 	if x0 == x1 {
 		x0, x1 = x0-0.5, x1+0.5
 	}
-	if y0 == y1 {
-		y0, y1 = y0-0.5*max(1e-9, math.Abs(y0)), y1+0.5*max(1e-9, math.Abs(y1))
+	switch {
+	case y0 == 0 && y1 == 0:
+		y1 = 1
+	case y0 == y1:
+		d := 0.5 * math.Abs(y0)
+		y0, y1 = y0-d, y1+d
 	}
 	return x0, x1, y0, y1 + 0.04*(y1-y0)
 }
@@ -147,7 +165,7 @@ func short(v float64) string {
 	case a >= 1e4:
 		return fmt.Sprintf("%.3gk", v/1e3)
 	case a < 1e-3:
-		return fmt.Sprintf("%.1e", v)
+		return fmt.Sprintf("%.2g", v)
 	}
 	return fmt.Sprintf("%.4g", v)
 }

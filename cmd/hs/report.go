@@ -73,16 +73,34 @@ type reportTranscript struct {
 	Spans []reportSpan
 }
 
+// reportTerm explains a word that the page uses.
+type reportTerm struct{ Name, Meaning string }
+
+// reportEvent is an event with its data as text.
+type reportEvent struct {
+	Step        int
+	Event, Text string
+}
+
 type reportPage struct {
 	Title, Subtitle, Reproduce, Config, Version string
+	Interval                                    string // how the intervals are made
 	K                                           int
 	Cards                                       []reportCard
 	Evals                                       []*trainer.EvalReport
 	Families                                    []reportFamily
 	Sections                                    []reportSection
 	Harnesses                                   []reportHarness
+	Causes                                      []reportTerm
 	Transcripts                                 []reportTranscript
-	Events                                      []trainer.Event
+	Events                                      []reportEvent
+}
+
+// causeMeaning explains the failure causes that harnesses address (envs.md 5.3).
+var causeMeaning = [...]reportTerm{
+	{"D-SCHEMA", "wrong or unquoted names"}, {"D-TYPE", "numbers compared as text"}, {"D-SET", "a condition that is missing or matches nothing"},
+	{"D-AGG", "counting, duplicates, ties"}, {"D-DML", "a change of the wrong rows"}, {"D-PROTO", "malformed calls, results cut short"},
+	{"D-DONE", "no answer, or another one than found"},
 }
 
 // writeReport renders the run in dir to path. sum may be nil: the stored summary is used when there is one.
@@ -120,12 +138,21 @@ func writeReport(dir, path string, sum *trainer.Summary) error {
 	if man.Env != nil {
 		label = fmt.Sprintf("%s, %s back-end · ", man.Env.Label, man.Env.Backend)
 	}
-	p.Subtitle = fmt.Sprintf("%sseed %d · %d steps · started %s · hs %s", label, man.Seed, len(ms.steps), man.Created.UTC().Format("2006-01-02 15:04 UTC"), man.Version)
+	state := "not finished"
+	if man.Completed {
+		state = "finished"
+	}
+	p.Subtitle = fmt.Sprintf("%sseed %d · %d steps, %s · started %s · hs %s", label, man.Seed, len(ms.steps), state, man.Created.UTC().Format("2006-01-02 15:04 UTC"), man.Version)
 	p.cards(sum, ms)
 	p.families()
 	p.sections(ms)
 	if p.Harnesses, err = harnessTable(dir, ms); err != nil {
 		return fmt.Errorf("write report: %w", err)
+	}
+	for _, c := range causeMeaning {
+		if slices.ContainsFunc(p.Harnesses, func(h reportHarness) bool { return strings.Contains(h.Causes, c.Name) }) {
+			p.Causes = append(p.Causes, c)
+		}
 	}
 	if p.Transcripts, err = transcripts(dir, ms); err != nil {
 		return fmt.Errorf("write report: %w", err)
@@ -146,23 +173,44 @@ func writeReport(dir, path string, sum *trainer.Summary) error {
 }
 
 func (p *reportPage) cards(sum *trainer.Summary, ms metrics) {
-	pct := func(v float64) string { return fmt.Sprintf("%.1f %%", 100*v) }
+	add := func(name, value, note string, args ...any) {
+		p.Cards = append(p.Cards, reportCard{name, value, fmt.Sprintf(note, args...)})
+	}
 	if n := len(p.Evals); n > 0 {
 		a, b := p.Evals[0], p.Evals[n-1]
 		p.K = b.K
-		p.Cards = append(p.Cards,
-			reportCard{fmt.Sprintf("Pass@%d, original harness", b.K), pct(b.PassK.Strict.Mean), fmt.Sprintf("%s before, interval %s to %s", pct(a.PassK.Strict.Mean), pct(b.PassK.Strict.Low), pct(b.PassK.Strict.High))},
-			reportCard{"Pass@1, original harness", pct(b.Pass1.Strict.Mean), fmt.Sprintf("%s before", pct(a.Pass1.Strict.Mean))})
+		p.Interval = "over tasks"
+		if len(b.ByGroup) > 1 {
+			p.Interval = fmt.Sprintf("over the %d task groups: whole groups are drawn, because tasks of a group resemble each other", len(b.ByGroup))
+		}
+		pass := func(name string, a, b trainer.Interval) {
+			span := func(i trainer.Interval) string { return fmt.Sprintf("[%.1f, %.1f]", 100*i.Low, 100*i.High) }
+			if n == 1 {
+				add(name, fmt.Sprintf("%.1f %%", 100*a.Mean), "95 %% interval %s; no second evaluation yet", span(a))
+				return
+			}
+			add(name, fmt.Sprintf("%.1f → %.1f %%", 100*a.Mean, 100*b.Mean), "95 %% intervals %s → %s", span(a), span(b))
+		}
+		pass("Pass@1, original harness", a.Pass1.Strict, b.Pass1.Strict)
+		pass(fmt.Sprintf("Pass@%d, original harness", p.K), a.PassK.Strict, b.PassK.Strict)
 	}
 	if sum != nil {
-		p.Cards = append(p.Cards,
-			reportCard{"Groups", fmt.Sprint(sum.Groups), fmt.Sprintf("%d all-fail", sum.AllFailGroups)},
-			reportCard{"Rescued groups", fmt.Sprint(sum.RescuedGroups), fmt.Sprintf("%d with a success", sum.RescueSuccesses)},
-			reportCard{"Time", fmt.Sprintf("%.0f s", sum.TotalSeconds), fmt.Sprintf("%.0f s of training steps", sum.TrainSeconds)},
-			reportCard{"Peak memory", fmt.Sprintf("%.0f MiB", sum.PeakRSSMiB), ""})
+		add("All-fail groups", fmt.Sprintf("%d of %d", sum.AllFailGroups, sum.Groups), "no attempt succeeded under the original harness")
+		add("Rescued groups", fmt.Sprint(sum.RescuedGroups), "%d with a success among the rescue attempts", sum.RescueSuccesses)
 	}
-	if v := ms.last("rescue/extra_rollouts_run_pct"); v != "" {
-		p.Cards = append(p.Cards, reportCard{"Extra rollouts", v + " %", "rescue attempts per 100 base attempts"})
+	if v, ok := ms.last("rescue/extra_rollouts_run_pct"); ok {
+		add("Extra rollouts", fmt.Sprintf("%.1f %%", v), "rescue attempts per 100 attempts under the original harness")
+	}
+	if v, ok := ms.max("gap/max"); ok {
+		add("Largest gap", short(v)+" nats", "log-prob of a token: sampler against trainer, all steps")
+	}
+	if sum != nil {
+		each := ""
+		if sum.Steps > 0 {
+			each = fmt.Sprintf(", %.1f s a step", sum.TrainSeconds/float64(sum.Steps))
+		}
+		add("Time", fmt.Sprintf("%.0f s", sum.TotalSeconds), "%.0f s of it in training steps%s", sum.TrainSeconds, each)
+		add("Peak memory", fmt.Sprintf("%.0f MiB", sum.PeakRSSMiB), "resident size of the process")
 	}
 }
 
@@ -183,35 +231,53 @@ func (p *reportPage) families() {
 func (p *reportPage) sections(ms metrics) {
 	line := func(caption string, names ...string) *plot { return ms.plot(caption, false, names...) }
 	p.Sections = []reportSection{
-		{"Learning", "", []*plot{
-			line("train reward", "mean=reward/mean", "20-step mean=reward/ma20"),
-			line("validation, original harness", "Pass@1=eval/pass1", fmt.Sprintf("Pass@%d=eval/passk", p.K)),
+		{"Learning", "Reward is the share of attempts under the original harness that succeed on the step's training tasks; it moves with the tasks drawn. Validation is always on the same tasks.", []*plot{
+			line("train reward", "step=reward/mean", "mean of 20 steps=reward/ma20"),
+			p.validation(),
 		}},
-		{"Groups and rescue", "A group without contrast gives no signal and is dropped. An all-fail group is replaced by attempts under sibling harnesses.", []*plot{
+		{"Groups and rescue", "A group is one task with all its attempts. Mixed and rescued groups have successes and failures and are trained on; all-pass and still all-fail groups carry no signal and are dropped. The rescue rate is the share of a step's groups that got rescue attempts, the success share those that gained a success.", []*plot{
 			ms.plot("groups of a step", true, "mixed=group/mixed", "rescued=group/rescued", "still all-fail=group/still_allfail", "all-pass=group/allpass", "incomplete=group/incomplete"),
 			line("rescue", "success share=rescue/success", "rate=rescue/rate"),
 		}},
-		{"Router", "Which sibling was tried first, and how often it succeeded.", []*plot{
-			line("first choice succeeded", "share=router/top1_success"),
-			line("evidence", "version=router/evidence_version", "age=router/evidence_age"),
+		{"Router", "The router ranks sibling harnesses by evidence from validation tasks: how often the first choice succeeded, and how many steps ago the evidence was collected.", []*plot{
+			line("first choice succeeded, share", "share=router/top1_success"),
+			line("evidence", "version=router/evidence_version", "age in steps=router/evidence_age"),
 		}},
-		{"Health", "The policy loss is near zero by construction, because advantages of a group add up to zero; look at reward, live groups and the gap instead.", []*plot{
-			line("|sampler - trainer| log-prob, nats", "max=gap/max", "p99=gap/p99", "mean=gap/mean"),
-			line("gradient norm", "norm=grad/norm"),
+		{"Health", "The gap is the difference between the log-prob that the sampler recorded and the one that the trainer recomputes; it should stay near rounding. The policy loss is not shown: it is near zero by construction, because the advantages of a group add up to zero.", []*plot{
+			line("log-prob gap, nats", "max=gap/max", "p99=gap/p99", "mean=gap/mean"),
+			line("gradient norm before clipping", "norm=grad/norm"),
 			line("entropy of trained tokens, nats", "mean=entropy/mean"),
-			line("episode length", "turns=turns/mean"),
-			line("void attempts", "infra=outcome/infra", "harness fault=outcome/harness_fault", "re-runs=outcome/retries"),
-			line("exploration", "distinct first actions=explore/first_actions", "distinct sequences=explore/sequences"),
+			line("turns of an episode", "mean=turns/mean"),
+			line("void attempts", "infrastructure=outcome/infra", "harness fault=outcome/harness_fault", "re-runs=outcome/retries"),
+			line("different behaviours in a group", "first actions=explore/first_actions", "action sequences=explore/sequences"),
 		}},
-		{"Speed", "Seconds of a step and tokens per second.", []*plot{
-			line("seconds", "step=time/total", "sampling=time/gen", "environments alone=time/env", "update=time/update"),
-			line("tokens per second", "decode=perf/tok_s_decode", "train=perf/tok_s_train"),
+		{"Speed", "Sampling and environments overlap, so the parts of a step need not add up to it.", []*plot{
+			line("seconds", "step=time/total", "sampling=time/gen", "environments alone=time/env", "rescue=time/rescue", "update=time/update"),
+			line("tokens per second", "sampled=perf/tok_s_decode", "trained=perf/tok_s_train"),
 		}},
 	}
 	for i := range p.Sections {
 		p.Sections[i].Plots = slices.DeleteFunc(p.Sections[i].Plots, func(q *plot) bool { return q == nil })
 	}
 	p.Sections = slices.DeleteFunc(p.Sections, func(s reportSection) bool { return len(s.Plots) == 0 })
+}
+
+// validation plots every evaluation of the run, the one before step 1 included; nil without any.
+func (p *reportPage) validation() *plot {
+	if len(p.Evals) == 0 {
+		return nil
+	}
+	one, many := series{Name: "Pass@1"}, series{Name: fmt.Sprintf("Pass@%d", p.K)}
+	add := func(s *series, step int, i trainer.Interval) {
+		s.X, s.Y, s.Low, s.High = append(s.X, float64(step)), append(s.Y, i.Mean), append(s.Low, i.Low), append(s.High, i.High)
+	}
+	for _, e := range p.Evals {
+		add(&one, e.Step, e.Pass1.Strict)
+		add(&many, e.Step, e.PassK.Strict)
+	}
+	q := &plot{Caption: "validation, original harness, 95 % intervals", Series: []series{one, many}}
+	q.draw()
+	return q
 }
 
 // metrics are the lines of metrics.jsonl.
@@ -233,14 +299,24 @@ func readMetrics(dir string) (metrics, error) {
 	return m, err
 }
 
-// last is the newest value of a metric as text, "" without one.
-func (m metrics) last(name string) string {
+// last is the newest value of a metric.
+func (m metrics) last(name string) (float64, bool) {
 	for i := len(m.values) - 1; i >= 0; i-- {
 		if v, ok := m.values[i][name]; ok {
-			return fmt.Sprintf("%.1f", v)
+			return v, true
 		}
 	}
-	return ""
+	return 0, false
+}
+
+// max is the largest value of a metric over the run.
+func (m metrics) max(name string) (v float64, ok bool) {
+	for _, vs := range m.values {
+		if x, has := vs[name]; has && (!ok || x > v) {
+			v, ok = x, true
+		}
+	}
+	return v, ok
 }
 
 // plot makes a figure of "label=metric" pairs; nil when none has a value.
@@ -248,7 +324,7 @@ func (m metrics) plot(caption string, stacked bool, pairs ...string) *plot {
 	p := &plot{Caption: caption, Stacked: stacked}
 	for _, pair := range pairs {
 		label, name, _ := strings.Cut(pair, "=")
-		s := series{Name: label, Color: plotColors[len(p.Series)%len(plotColors)]}
+		s := series{Name: label}
 		for i, v := range m.values {
 			y, ok := v[name]
 			if !ok && !stacked {
@@ -290,14 +366,22 @@ func eachLine(path string, f func([]byte) error) error {
 	return sc.Err()
 }
 
-func readEvents(dir string) ([]trainer.Event, error) {
-	var out []trainer.Event
+func readEvents(dir string) ([]reportEvent, error) {
+	var out []reportEvent
 	err := eachLine(filepath.Join(dir, "events.jsonl"), func(b []byte) error {
 		var e trainer.Event
 		if err := json.Unmarshal(b, &e); err != nil {
 			return err
 		}
-		out = append(out, e)
+		text := e.Text
+		if len(e.Data) > 0 {
+			data, err := json.Marshal(e.Data)
+			if err != nil {
+				return err
+			}
+			text = strings.TrimSpace(text + " " + string(data))
+		}
+		out = append(out, reportEvent{e.Step, e.Event, text})
 		return nil
 	})
 	return out, err

@@ -178,8 +178,8 @@ func (a attemptView) text(k chat.Kind) string {
 	return b.String()
 }
 
-// transcripts picks by a fixed rule: from the newest step with rollouts, the first success and the first failure under the original
-// harness; and from the newest step with a rescue, the failed original and the successful rescue of the first rescued task.
+// transcripts picks by a fixed rule: from the newest step that has one, the first success and the first failure without rescue under the
+// original harness; and from the newest step with a rescue, the failed original and the successful rescue of the first rescued task.
 func transcripts(dir string, ms metrics) ([]reportTranscript, error) {
 	var out []reportTranscript
 	add := func(why string, a attemptView) {
@@ -212,7 +212,7 @@ func transcripts(dir string, ms metrics) ([]reportTranscript, error) {
 				won = true
 				add("a success", a)
 			}
-			if a, ok := first(q, true, false); ok && !lost {
+			if a, ok := first(q, true, false); ok && !lost && q.Kind != string(trainer.Rescued) { // those are shown with their rescue
 				lost = true
 				add("a failure", a)
 			}
