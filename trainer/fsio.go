@@ -1,12 +1,14 @@
 package trainer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -129,6 +131,67 @@ func FreeBytes(path string) (int64, error) {
 		return 0, fmt.Errorf("read free space of %s: %w", path, err)
 	}
 	return int64(st.Bavail) * st.Bsize, nil
+}
+
+// CheckOutput finds out before the work that its result of about need bytes can be written to path later.
+func CheckOutput(path string, need int64) error {
+	dir := filepath.Dir(path)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return diskError("check output", path, 0, err)
+	}
+	f, err := os.CreateTemp(dir, ".probe-*")
+	if err != nil {
+		return diskError("check output", path, need, err)
+	}
+	if err := errors.Join(f.Close(), os.Remove(f.Name())); err != nil {
+		return diskError("check output", path, 0, err)
+	}
+	if free, err := FreeBytes(dir); err == nil && free < need {
+		return diskError("check output", path, need, unix.ENOSPC)
+	}
+	return nil
+}
+
+// diskProbeFirst and diskProbeMost are how long a full disk is given before the next try: the first time, and at most.
+const diskProbeFirst, diskProbeMost = 500 * time.Millisecond, 30 * time.Second
+
+// persist calls write until the disk has space for it: a full disk pauses the caller with its state in memory. The pause ends with write's
+// error after limit (0 = never), or at once when stop closes. note says that it begins and ends.
+func persist(ctx context.Context, limit Duration, stop <-chan struct{}, note func(string), write func() error) error {
+	began := time.Now()
+	for pause := diskProbeFirst; ; pause = min(2*pause, diskProbeMost) {
+		err := write()
+		if err == nil && pause > diskProbeFirst {
+			note(fmt.Sprintf("resumed after %.0f s: the disk has space again", since(began)))
+		}
+		if !errors.Is(err, ErrNoSpace) {
+			return err
+		}
+		wait := pause
+		if limit > 0 {
+			wait = min(wait, limit.D()-time.Since(began))
+		}
+		if pause == diskProbeFirst && wait > 0 {
+			text := "paused: " + err.Error() + "; it goes on by itself when there is space"
+			if limit > 0 {
+				text += fmt.Sprintf(" and stops after %s (run.pause_limit)", limit)
+			}
+			note(text)
+		}
+		timer := time.NewTimer(max(wait, 0))
+		select {
+		case <-stop:
+			timer.Stop()
+			return err
+		case <-ctx.Done():
+			timer.Stop()
+			return context.Cause(ctx)
+		case <-timer.C:
+		}
+		if wait <= 0 {
+			return err
+		}
+	}
 }
 
 // diskError says what to do about a failed write to path. A full disk gives an error that wraps ErrNoSpace and names the space that is

@@ -218,6 +218,7 @@ func (r *RunDir) startAttempt(now time.Time, step int) error {
 		return fmt.Errorf("read host name: %w", err)
 	}
 	return r.UpdateManifest(func(m *Manifest) {
+		m.Completed = false
 		m.Attempts = append(m.Attempts, AttemptInfo{Number: r.Attempt, PID: os.Getpid(), Host: host, Start: now, Resume: step})
 	})
 }

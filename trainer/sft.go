@@ -236,6 +236,17 @@ func RunSFT(ctx context.Context, cfg Config, d *Deps, o SFTOptions) (*SFTReport,
 	if d.Learner == nil {
 		return nil, &Error{Op: "start warm start", Err: errors.New("no executor"), Hint: "assemble with Train"}
 	}
+	size := 0
+	if o.Out != "" {
+		w, err := d.Policy.State(model.Weights)
+		if err != nil {
+			return nil, err
+		}
+		size = len(w)
+		if err := CheckOutput(o.Out, int64(size)); err != nil {
+			return nil, err
+		}
+	}
 	st, err := newStage(cfg, d.Env, d.Tokens, d.Renderer, d.Stop)
 	if err != nil {
 		return nil, err
@@ -289,8 +300,11 @@ func RunSFT(ctx context.Context, cfg Config, d *Deps, o SFTOptions) (*SFTReport,
 		}
 	}
 	if o.Out != "" {
-		if err := d.Policy.Save(o.Out); err != nil {
-			return nil, fmt.Errorf("save model: %w", err)
+		err := persist(ctx, cfg.Run.PauseLimit, nil, func(text string) { d.logger().Warn(text) }, func() error {
+			return diskError("save model", o.Out, int64(size), d.Policy.Save(o.Out))
+		})
+		if err != nil {
+			return nil, err
 		}
 	}
 	rep.WeightsSHA256, err = d.Policy.SHA256()

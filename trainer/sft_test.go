@@ -2,6 +2,8 @@ package trainer
 
 import (
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -129,6 +131,14 @@ func TestRunSFTRefusals(t *testing.T) {
 	w.cfg.SFT.Tasks = 30
 	if _, err := RunSFT(t.Context(), w.cfg, w.deps, SFTOptions{HeldOut: 20}); err == nil || Hint(err) == "" {
 		t.Errorf("too few demonstrations: %v", err)
+	}
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	closed := w.env.closed
+	if _, err := RunSFT(t.Context(), w.cfg, w.deps, SFTOptions{Out: filepath.Join(file, "out")}); err == nil || Hint(err) == "" || w.env.closed != closed {
+		t.Errorf("output below a file: %v, after %d demonstrations", err, w.env.closed-closed)
 	}
 	w.deps.Env = w.env
 	if _, err := RunSFT(t.Context(), w.cfg, w.deps, SFTOptions{}); err == nil || !strings.Contains(err.Error(), "no demonstrations") {

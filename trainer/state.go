@@ -270,46 +270,11 @@ func (t *run) store(ctx context.Context, groups []*Group, view *router.View) err
 	return nil
 }
 
-// diskProbe is how long a paused run waits before it tries to write again: the first time, and at most.
-const diskProbeFirst, diskProbeMost = 500 * time.Millisecond, 30 * time.Second
-
-// persist calls write until the disk has space for it: a full disk pauses the run with its state in memory (pitfalls.md row 74). The pause
-// ends with write's error after run.pause_limit, or at once when the run shall stop.
+// persist calls write until the disk has space for it (pitfalls.md row 74).
 func (t *run) persist(ctx context.Context, write func() error) error {
-	began := time.Now()
-	for pause := diskProbeFirst; ; pause = min(2*pause, diskProbeMost) {
-		err := write()
-		if err == nil && pause > diskProbeFirst {
-			t.event(Event{Step: t.st.Step, Event: "warning", Text: fmt.Sprintf("resumed after %.0f s: the disk has space again", since(began))})
-		}
-		if !errors.Is(err, ErrNoSpace) {
-			return err
-		}
-		limit := t.cfg.Run.PauseLimit.D()
-		if pause == diskProbeFirst {
-			text := "paused: " + err.Error() + "; the run goes on by itself when there is space"
-			if limit > 0 {
-				text += fmt.Sprintf(" and stops after %s (run.pause_limit)", t.cfg.Run.PauseLimit)
-			}
-			t.event(Event{Step: t.st.Step, Event: "warning", Text: text})
-		}
-		wait := pause
-		if limit > 0 {
-			wait = min(wait, limit-time.Since(began))
-		}
-		if t.interrupted() || wait <= 0 {
-			return err
-		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-t.o.Interrupt:
-		case <-ctx.Done():
-			timer.Stop()
-			return context.Cause(ctx)
-		}
-		timer.Stop()
-	}
+	return persist(ctx, t.cfg.Run.PauseLimit, t.o.Interrupt, func(text string) {
+		t.event(Event{Step: t.st.Step, Event: "warning", Text: text})
+	}, write)
 }
 
 // event tells the caller and the run directory. An event that cannot be written

@@ -43,6 +43,7 @@ func (c *trainCmd) Run(ctx context.Context, g *globals) error {
 		return err
 	}
 	cfg := res.Config
+	c.Name = cfg.Run.Name
 	if c.DryRun {
 		_, err := g.out.Write(cfg.TOML())
 		return err
@@ -82,7 +83,7 @@ func (c *trainCmd) Run(ctx context.Context, g *globals) error {
 	case err != nil && werr != nil: // err decides the exit code and what to do
 		g.logger().Warn("report", "err", werr)
 	case werr != nil:
-		err = &trainer.Error{Op: "report", Err: werr, Hint: fmt.Sprintf("the training itself is done and saved; with space on the disk, write it again with: hs train --run %s --resume", cfg.Run.Name)}
+		err = &trainer.Error{Op: "report", Err: werr, Hint: fmt.Sprintf("the training itself is done and saved; write the report again with: %s", c.again(g))}
 	}
 	if g.JSON && err == nil {
 		return g.emit(sum)
@@ -99,10 +100,7 @@ func (c *trainCmd) stopped(g *globals, dir *trainer.RunDir, cfg trainer.Config, 
 	if steps, lerr := dir.Checkpoints(cfg.Save, nil).List(); lerr == nil && len(steps) > 0 {
 		saved = steps[len(steps)-1]
 	}
-	next := fmt.Sprintf("hs train --run %s --resume", cfg.Run.Name)
-	if root, err := filepath.Abs("runs"); err != nil || g.Root != root {
-		next += " -C " + g.Root
-	}
+	next := c.again(g)
 	interrupted := errors.Is(err, trainer.ErrInterrupted)
 	if interrupted && saved > 0 && saved == sum.Steps {
 		return &trainer.Error{Op: "train", Err: err, Hint: "go on with: " + next}
@@ -117,6 +115,15 @@ func (c *trainCmd) stopped(g *globals, dir *trainer.RunDir, cfg trainer.Config, 
 		return exitError{code: exitInterrupted, silent: true, err: &trainer.Error{Op: "train", Err: err, Hint: what + next}}
 	}
 	return err
+}
+
+// again is the command that goes on with the run.
+func (c *trainCmd) again(g *globals) string {
+	s := "hs train --run " + c.Name + " --resume"
+	if root, err := filepath.Abs("runs"); err != nil || g.Root != root {
+		s += " -C " + g.Root
+	}
+	return s
 }
 
 // configuration resolves the flags. A resumed run reads its own run.toml, on top of which only --set and --steps may change things.
