@@ -7,7 +7,8 @@ COMMIT  := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 LDFLAGS := -X main.commit=$(COMMIT)
 # Packages without cgo or heavy native work: the race detector runs on these.
 PURE    := ./model/chat/... ./env/... ./router/... ./trainer/...
-FUZZ    := ./model:FuzzSafetensors ./model/chat:FuzzParse ./trainer:FuzzConfig
+FUZZ    := ./model:FuzzSafetensors ./model:FuzzScan ./model/chat:FuzzParser ./env/dbbench:FuzzAnswer ./env/dbbench:FuzzTranslate \
+           ./env/dbbench/embedded:FuzzScan
 
 .DEFAULT_GOAL := build
 .PHONY: help report build demo test race vet fmt staticcheck check fuzz reference golden tiny bench size clean
@@ -67,7 +68,8 @@ bench: build ## CPU benchmarks into bench/results; PYTHON=, LLAMA= and GGUF= add
 
 size: ## lines of code per package
 	@for d in $$(git ls-files '*.go' '*.c' '*.h' '*.inc' | xargs -n1 dirname | sort -u); do \
-	  printf '%6d code %6d test  %s\n' $$(git ls-files "$$d/*.go" "$$d/*.c" "$$d/*.h" "$$d/*.inc" | grep -v '/.*/.*/.*/.*/.*' | grep -v _test.go | xargs -r cat | wc -l) $$(git ls-files "$$d/*_test.go" | xargs -r cat | wc -l) $$d; done
+	  printf '%6d code %6d test  %s\n' $$(git ls-files ":(glob)$$d/*.go" ":(glob)$$d/*.c" ":(glob)$$d/*.h" ":(glob)$$d/*.inc" | grep -v _test.go | xargs -r cat | wc -l) \
+	    $$(git ls-files ":(glob)$$d/*_test.go" | xargs -r cat | wc -l) $$d; done
 
 clean: ## remove build/
 	rm -rf build

@@ -156,3 +156,46 @@ func check(t *testing.T, rel string, f *ast.File) {
 		})
 	}
 }
+
+// TestFuzzList checks that make fuzz runs every fuzz target and names none that is gone: go test passes silently over an unknown name.
+func TestFuzzList(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join(root, "Makefile"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, rest, _ := strings.Cut(strings.ReplaceAll(string(text), "\\\n", ""), "\nFUZZ")
+	line, _, _ := strings.Cut(rest, "\n")
+	_, list, _ := strings.Cut(line, ":=")
+	have := strings.Fields(list)
+	var want []string
+	err = filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if d.IsDir() && (d.Name() == "build" || d.Name() == ".git" || d.Name() == "shared") {
+			return filepath.SkipDir
+		}
+		if !strings.HasSuffix(path, "_test.go") {
+			return nil
+		}
+		f, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
+		if err != nil {
+			return err
+		}
+		dir, err := filepath.Rel(root, filepath.Dir(path))
+		for _, decl := range f.Decls {
+			if fn, ok := decl.(*ast.FuncDecl); ok && strings.HasPrefix(fn.Name.Name, "Fuzz") {
+				want = append(want, "./"+filepath.ToSlash(dir)+":"+fn.Name.Name)
+			}
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	slices.Sort(have)
+	slices.Sort(want)
+	if !slices.Equal(have, want) {
+		t.Errorf("FUZZ of the Makefile: %v\nfuzz targets: %v", have, want)
+	}
+}

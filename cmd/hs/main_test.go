@@ -109,7 +109,7 @@ func TestJSONOfEveryCommand(t *testing.T) {
 		{"version", "version"}, {"--version", "version"}, {"ls", "runs"}, {"env ls", "environments"}, {"env check --count 2", "passed"},
 		{"config show", "config"}, {"config check", "digest"}, {"config diff --preset demo", "diff"}, {"config doc", "keys"}, {"config doc --metrics", "metrics"},
 		{"init --list", "presets"}, {"init -o " + filepath.Join(dir, "hs.toml"), "path"}, {"doctor", "checks"}, {"play", "spans"},
-		{"eval --tasks 2", "pass1"}, {"train --dry-run", "ok"},
+		{"eval --tasks 2", "pass1"}, {"train --dry-run", "ok"}, {"sft --unpack " + filepath.Join(dir, "tiny"), "unpacked"},
 	} {
 		code, out, errOut := hs(t, append(strings.Fields(c.args), "--json", "-q", "-C", dir)...)
 		if code != 0 || errOut != "" {

@@ -36,7 +36,14 @@ func (c *sftCmd) Run(ctx context.Context, g *globals) error {
 		return nil
 	}
 	if c.Unpack != "" {
-		return model.UnpackTiny(c.Unpack)
+		if err := model.UnpackTiny(c.Unpack); err != nil {
+			return err
+		}
+		g.say("the shipped checkpoint is in %s", c.Unpack)
+		if g.JSON {
+			return g.emit(map[string]any{"unpacked": c.Unpack})
+		}
+		return nil
 	}
 	if c.Out == "" {
 		return usage("hs sft --preset tiny --new tiny --out DIR", "--out is missing")
