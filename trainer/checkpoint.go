@@ -204,7 +204,7 @@ func (c *Checkpoints) sweep() error {
 // and a replaced checkpoint is put back. Call it once before reading.
 func (c *Checkpoints) Recover() error {
 	if err := c.sweep(); err != nil {
-		return fmt.Errorf("recover checkpoints: %w", err)
+		return diskError("recover checkpoints", c.dir, 0, err)
 	}
 	return nil
 }

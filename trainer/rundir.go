@@ -122,9 +122,17 @@ func OpenRun(root, name string, now time.Time) (*RunDir, error) {
 	r := &RunDir{dir: filepath.Join(root, name)}
 	m, err := ReadManifest(r.dir)
 	if err != nil {
-		return nil, &Error{Op: "open run", Err: err, Hint: "list runs with: hs ls"}
+		if errors.Is(err, os.ErrNotExist) {
+			return nil, &Error{Op: "open run", Err: err, Hint: "list runs with: hs ls"}
+		}
+		return nil, &Error{Op: "open run", Err: err, Hint: "put back " + manifestFile + " from a copy; checkpoints/*/model can be used without it, as model.path"}
 	}
 	r.manifest, r.Attempt = m, len(m.Attempts)+1
+	for _, s := range subdirs { // someone may have tidied up empty folders
+		if err := os.MkdirAll(r.Path(s), 0o755); err != nil {
+			return nil, diskError("open run", r.Path(s), 0, err)
+		}
+	}
 	if err := r.takeLock(now); err != nil {
 		return nil, err
 	}
@@ -166,11 +174,6 @@ func (r *RunDir) BeginResume(step int, now time.Time, warn func(error)) error {
 	}
 	if err := r.dropEvidence(keep); err != nil {
 		return fmt.Errorf("resume run: %w", err)
-	}
-	for _, s := range subdirs { // someone may have tidied up empty folders
-		if err := os.MkdirAll(r.Path(s), 0o755); err != nil {
-			return diskError("resume run", r.Path(s), 0, err)
-		}
 	}
 	return r.startAttempt(now, step)
 }
@@ -359,10 +362,26 @@ func (r *RunDir) Checkpoints(s SaveConfig, warn func(error)) *Checkpoints {
 	return NewCheckpoints(r.Path("checkpoints"), s.Keep, s.KeepEvery, warn)
 }
 
+// Owned fails when the directory was removed, or made anew by another process, while this one holds it: nothing more may be written there.
+func (r *RunDir) Owned() error {
+	o, err := readLock(r.Path(lockFile))
+	if err == nil && o.PID == os.Getpid() {
+		return nil
+	}
+	if err == nil {
+		err = fmt.Errorf("it belongs to process %d on %s now", o.PID, o.Host)
+	}
+	return &Error{Op: "write run", Err: fmt.Errorf("%s was removed or replaced while the run was using it: %w", r.dir, err), Hint: "start the run again"}
+}
+
 // Close releases the lock.
 func (r *RunDir) Close() error {
 	if r.lock == "" {
 		return nil
+	}
+	if err := r.Owned(); err != nil {
+		r.lock = ""
+		return err
 	}
 	err := os.Remove(r.lock)
 	r.lock = ""

@@ -292,6 +292,37 @@ func TestResumeSetsDamagedLinesAside(t *testing.T) {
 	}
 }
 
+// A process whose directory was removed and made anew by another must not write there, nor release the other's lock.
+func TestReplacedDirectoryIsLeftAlone(t *testing.T) {
+	root := t.TempDir()
+	r := create(t, root, "a")
+	if err := r.Owned(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(r.Dir()); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Owned(); err == nil || Hint(err) == "" {
+		t.Errorf("removed: %v", err)
+	}
+	if err := os.Mkdir(r.Dir(), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	lock := r.Path(lockFile)
+	if err := os.WriteFile(lock, []byte(`{"pid":1,"host":"other"}`), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Owned(); err == nil || !strings.Contains(err.Error(), "process 1 on other") {
+		t.Errorf("replaced: %v", err)
+	}
+	if err := r.Close(); err == nil {
+		t.Error("closed a run that is not there")
+	}
+	if _, err := os.Stat(lock); err != nil {
+		t.Errorf("lock of the other process: %v", err)
+	}
+}
+
 // A resume that a kill cuts short must not leave a checkpoint whose records are gone.
 func TestResumeDropsCheckpointsFirst(t *testing.T) {
 	r := create(t, t.TempDir(), "a")

@@ -90,7 +90,13 @@ func newRun(ctx context.Context, cfg Config, d *Deps, o RunOptions) (*run, error
 	if t.decisions, err = o.Dir.Appender("router/decisions.jsonl"); err != nil {
 		return nil, errors.Join(err, t.events.Close())
 	}
-	if err := t.writeInputs(); err != nil {
+	if o.Resume > 0 {
+		err = t.restore(o.Resume)
+	}
+	if err == nil {
+		err = t.writeInputs()
+	}
+	if err != nil {
 		t.close()
 		return nil, err
 	}
@@ -125,9 +131,6 @@ func checkRun(cfg Config, d *Deps) error {
 // a fresh start with its evidence and first evaluation.
 func (t *run) begin(ctx context.Context) error {
 	if t.o.Resume > 0 {
-		if err := t.restore(t.o.Resume); err != nil {
-			return err
-		}
 		t.event(Event{Step: t.st.Step, Event: "resume"})
 		return nil
 	}
@@ -172,20 +175,20 @@ func (t *run) publish(ctx context.Context, step int) error {
 	return t.persist(ctx, func() error { return t.o.Dir.WriteJSON(fmt.Sprintf("evidence/v%03d.json", v.Version()), v) })
 }
 
-// restore loads moments and state of a checkpoint into a model that was loaded
-// from the same one.
-func (t *run) restore(step int) error {
-	l, err := t.ckpts.Load(step)
-	if err != nil {
-		return err
-	}
-	var st runState
+// CheckResume reports whether d, with the weights of l, can go on from l: pool, task data, seed and weights must be those it was made with.
+// It changes nothing, and is asked before later records of the run are dropped.
+func CheckResume(cfg Config, d *Deps, l *Loaded) error {
+	_, err := resumable(cfg, d, l)
+	return err
+}
+
+func resumable(cfg Config, d *Deps, l *Loaded) (st runState, err error) {
 	if err := l.State(&st); err != nil {
-		return err
+		return st, err
 	}
-	sum, err := t.d.Policy.SHA256()
+	sum, err := d.Policy.SHA256()
 	if err != nil {
-		return err
+		return st, err
 	}
 	var errs []error
 	differs := func(what, now, then string) {
@@ -193,15 +196,29 @@ func (t *run) restore(step int) error {
 			errs = append(errs, fmt.Errorf("%s is %.16s, the checkpoint was made with %.16s", what, now, then))
 		}
 	}
-	differs("pool", t.d.Pool.Digest(), st.Pool)
-	differs("task data", t.d.Env.Info().DataDigest, st.Data)
-	differs("seed", fmt.Sprint(t.cfg.Run.Seed), fmt.Sprint(st.Seed))
+	differs("pool", d.Pool.Digest(), st.Pool)
+	differs("task data", d.Env.Info().DataDigest, st.Data)
+	differs("seed", fmt.Sprint(cfg.Run.Seed), fmt.Sprint(st.Seed))
 	differs("model", sum, st.Weights)
 	if st.Schema != stateSchema {
 		errs = append(errs, fmt.Errorf("state has schema %d, this program reads %d", st.Schema, stateSchema))
 	}
 	if len(errs) > 0 {
-		return &Error{Op: fmt.Sprintf("resume from step %d", step), Err: errors.Join(errs...), Hint: "resume with the configuration of the run directory"}
+		return st, &Error{Op: fmt.Sprintf("resume from step %d", l.Step), Err: errors.Join(errs...), Hint: "resume with the configuration of the run directory"}
+	}
+	return st, nil
+}
+
+// restore loads moments and state of a checkpoint into a model that was loaded
+// from the same one.
+func (t *run) restore(step int) error {
+	l, err := t.ckpts.Load(step)
+	if err != nil {
+		return err
+	}
+	st, err := resumable(t.cfg, t.d, l)
+	if err != nil {
+		return err
 	}
 	for name, kind := range map[string]model.StateKind{"m": model.MomentM, "v": model.MomentV} {
 		b, err := l.Arena(name)
@@ -255,6 +272,9 @@ func checkpointBytes(weights int) int64 { return 3 * int64(weights) }
 func (t *run) store(ctx context.Context, groups []*Group, view *router.View) error {
 	if t.o.Dir == nil {
 		return nil
+	}
+	if err := t.o.Dir.Owned(); err != nil {
+		return err
 	}
 	records := rolloutRecords(groups, t.cfg, t.st.Pool, view.Version())
 	if err := t.persist(ctx, func() error { return t.o.Dir.WriteRollouts(t.st.Step, records) }); err != nil {

@@ -285,6 +285,9 @@ func (t *run) save(ctx context.Context, last bool) error {
 		return nil
 	}
 	write := func() error {
+		if err := t.o.Dir.Owned(); err != nil {
+			return err
+		}
 		began := time.Now()
 		snap, err := t.snapshot()
 		if err != nil {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -10,6 +11,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"syscall"
 	"time"
 
@@ -74,6 +76,9 @@ func (c *trainCmd) Run(ctx context.Context, g *globals) error {
 	sum.TotalSeconds = time.Since(start).Seconds()
 	sum.PeakRSSMiB = peakRSSMiB()
 	c.table(g, sum)
+	if oerr := dir.Owned(); oerr != nil {
+		return cmp.Or(err, oerr)
+	}
 	werr := dir.WriteJSON("summary.json", sum)
 	rerr := writeReport(dir.Dir(), dir.Path("report.html"), sum)
 	if rerr == nil {
@@ -107,6 +112,9 @@ func (c *trainCmd) stopped(g *globals, dir *trainer.RunDir, cfg trainer.Config, 
 	}
 	g.progress.clear()
 	what := "nothing is saved yet, start again with: "
+	if dir.Owned() != nil {
+		return err
+	}
 	if saved > 0 {
 		what = fmt.Sprintf("saved up to step %d, go on with: ", saved)
 	}
@@ -174,22 +182,19 @@ func (c *trainCmd) reopen(g *globals, cfg trainer.Config) (_ *trainer.RunDir, _ 
 	if step == 0 {
 		if step, err = ck.Latest(); errors.Is(err, trainer.ErrNoCheckpoint) {
 			g.say("no checkpoint was written yet: starting again from step 0 with the same configuration")
-			return dir, nil, dir.BeginResume(0, time.Now(), warn)
+			return dir, nil, nil
 		} else if err != nil {
 			return nil, nil, err
 		}
 	}
 	loaded, err := ck.Load(step)
 	if err != nil {
-		if steps, lerr := ck.List(); lerr == nil && c.FromStep != 0 {
-			err = &trainer.Error{Op: "resume", Err: err, Hint: fmt.Sprintf("checkpoints of this run: %v", steps)}
+		if steps, lerr := ck.List(); lerr == nil && !slices.Contains(steps, step) {
+			err = usage(fmt.Sprintf("checkpoints of this run: %v", steps), "--from-step %d: there is no such checkpoint", step)
 		}
 		return nil, nil, err
 	}
 	g.say("going on after step %d", step)
-	if err = dir.BeginResume(step, time.Now(), warn); err != nil {
-		return nil, nil, err
-	}
 	return dir, loaded, nil
 }
 
@@ -210,6 +215,18 @@ func (c *trainCmd) train(ctx context.Context, g *globals, cfg trainer.Config, di
 	}
 	defer func() { err = errors.Join(err, s.close()) }()
 	g.say("%s", s.describe())
+	if c.Resume { // the last moment before anything of the run is changed
+		step := 0
+		if loaded != nil {
+			step = loaded.Step
+			if err := trainer.CheckResume(cfg, s.deps, loaded); err != nil {
+				return nil, err
+			}
+		}
+		if err := dir.BeginResume(step, time.Now(), func(err error) { log.Warn("resume", "err", err) }); err != nil {
+			return nil, err
+		}
+	}
 	info := s.env.Info()
 	if err := dir.UpdateManifest(func(m *trainer.Manifest) {
 		m.Device, m.Env, m.Pool, m.Data = s.dev.Info().Build, &info, s.pool.Digest(), info.DataDigest
