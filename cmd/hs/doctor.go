@@ -280,6 +280,9 @@ func (c *doctorCmd) checkEnv(ctx context.Context, cfg trainer.Config) (string, s
 	if err := e.Health(ctx); err != nil {
 		return "FAIL", err.Error(), advice(err)
 	}
+	if err := checkRoom(ctx, e, cfg); err != nil {
+		return "FAIL", err.Error(), advice(err)
+	}
 	tasks, err := e.Tasks(ctx, env.Val)
 	if err != nil || len(tasks) == 0 {
 		return "FAIL", fmt.Sprintf("validation split: %d tasks, %v", len(tasks), err), "raise task.val, or give more rows with task.data"

@@ -58,6 +58,9 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 		return err
 	}
 	defer s.close()
+	if err := checkRoom(ctx, s.env, cfg); err != nil {
+		return err
+	}
 	g.say("%s", s.describe())
 	rep, err := trainer.Evaluate(ctx, cfg, s.deps, trainer.EvalOptions{
 		Split: env.Split(cfg.Eval.Split), Mode: c.Mode, K: cfg.Eval.K, Attempts: cfg.Eval.Attempts, Tasks: cfg.Eval.Tasks, Temperature: cfg.Eval.Temperature,

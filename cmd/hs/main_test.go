@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -46,6 +47,7 @@ func TestUsage(t *testing.T) {
 	if err := os.WriteFile(bad, []byte("[rollout]\ntemprature = 0.5\n"), 0o644); err != nil {
 		t.Fatal(err)
 	}
+	runs := t.TempDir()
 	rows := filepath.Join(t.TempDir(), "rows.jsonl")
 	if err := os.WriteFile(rows, []byte("\n{\"description\": \"x\", oops}\n"), 0o644); err != nil {
 		t.Fatal(err)
@@ -70,6 +72,8 @@ func TestUsage(t *testing.T) {
 		{"missing rows", []string{"env", "check", "dbbench", "--data", missing}, exitUsage, []string{"none.toml", "hint: pass a JSONL file"}},
 		{"broken rows", []string{"env", "check", "dbbench", "--data", rows}, exitUsage, []string{"rows.jsonl: line 2 column 22 near \"oops}\"", "hint: each line"}},
 		{"dead database of gold", []string{"env", "check", "dbbench", "--count", "1", "--dsn", "root@tcp(127.0.0.1:1)/"}, exitNotReady, []string{"refused", "hint: start the database server"}},
+		{"train on missing rows", []string{"-C", runs, "train", "--set", "task.data=" + missing}, exitUsage, []string{"none.toml", "hint: pass a JSONL file"}},
+		{"train on a bad DSN", []string{"-C", runs, "train", "--set", "task.dsn=garbage"}, exitUsage, []string{"parse dsn", "hint: check the dsn"}},
 		{"bad DSN", []string{"env", "check", "dbbench", "--count", "1", "--dsn", "garbage"}, exitUsage, []string{"parse dsn", "hint: check the dsn"}},
 		{"misspelt subcommand", []string{"env", "chek"}, exitUsage, []string{"did you mean \"check\"", "hint: hs env --help"}},
 		{"init into a directory", []string{"init", "-o", t.TempDir()}, exitUsage, []string{"is a directory", "hs.toml"}},
@@ -167,6 +171,34 @@ func TestLocked(t *testing.T) {
 	}
 	if locked(t.TempDir()) {
 		t.Error("locked without a lock")
+	}
+}
+
+// roomy is an environment whose server takes so many attempts.
+type roomy struct {
+	env.Env
+	most int
+	err  error
+}
+
+func (r roomy) MaxAttempts(context.Context) (int, error) { return r.most, r.err }
+
+func TestCheckRoom(t *testing.T) {
+	var cfg trainer.Config
+	cfg.Rollout.Slots = 64
+	for _, c := range []struct {
+		e    env.Env
+		live int
+		want string
+	}{
+		{roomy{}, 0, ""}, {roomy{most: 128}, 0, ""}, {roomy{most: 127}, 0, "rollout.live=127"}, {roomy{most: 127}, 127, ""}, {roomy{most: 127}, 200, "rollout.live=127"},
+		{roomy{err: env.ErrInfra}, 0, "start the database server"}, {struct{ env.Env }{}, 0, ""},
+	} {
+		cfg.Rollout.Live = c.live
+		err := checkRoom(t.Context(), c.e, cfg)
+		if (err == nil) != (c.want == "") || !strings.Contains(advice(err), c.want) {
+			t.Errorf("%+v with live %d: %v, hint %q", c.e, c.live, err, advice(err))
+		}
 	}
 }
 

@@ -109,6 +109,11 @@ func (g *globals) open(cfg trainer.Config, train bool, log *slog.Logger, load fu
 	if err = s.env.Health(context.Background()); err != nil {
 		return nil, err
 	}
+	if train {
+		if err = checkRoom(context.Background(), s.env, cfg); err != nil {
+			return nil, err
+		}
+	}
 	if s.pool, err = openPool(cfg); err != nil {
 		return nil, err
 	}
@@ -156,7 +161,37 @@ func openEnv(cfg trainer.Config) (env.Env, error) {
 	}
 	o := dbbench.Options{Source: cfg.Task.Data, DSN: cfg.Task.DSN, Seed: cfg.Task.Seed, Train: cfg.Task.Train, Val: cfg.Task.Val, Test: cfg.Task.Test,
 		MaxSteps: cfg.Rollout.MaxTurns, StepTimeout: cfg.Rollout.StepTimeout.D()}
-	return dbbench.New(o)
+	e, err := dbbench.New(o)
+	if err != nil {
+		return nil, err // e as an env.Env would not be nil
+	}
+	return e, nil
+}
+
+// checkRoom refuses a configuration that opens more attempts at once than the database server takes connections: they would fail one by
+// one as infrastructure faults.
+func checkRoom(ctx context.Context, e env.Env, cfg trainer.Config) error {
+	d, ok := e.(interface {
+		MaxAttempts(context.Context) (int, error)
+	})
+	if !ok {
+		return nil
+	}
+	most, err := d.MaxAttempts(ctx)
+	if err != nil || most == 0 {
+		return err
+	}
+	live := cfg.Rollout.Live
+	if live == 0 {
+		live = 2 * cfg.Rollout.Slots
+	}
+	if live <= most {
+		return nil
+	}
+	return exitError{code: exitUsage, err: &trainer.Error{
+		Op:   "check database server",
+		Err:  fmt.Errorf("up to %d attempts would be open at once (rollout.live, or twice rollout.slots), and the server has connections for %d", live, most),
+		Hint: fmt.Sprintf("add --set rollout.live=%d, or raise max_connections of the server", most)}}
 }
 
 func openPool(cfg trainer.Config) (*harness.Pool, error) {

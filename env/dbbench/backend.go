@@ -25,6 +25,7 @@ const infraTimeout = 30 * time.Second
 type backend interface {
 	create(ctx context.Context, attempt string) (*database, error)
 	version(ctx context.Context) (string, error)
+	connections(ctx context.Context) (int, error) // how many the server takes, 0 = no limit
 	close() error
 }
 
@@ -61,8 +62,9 @@ func (b embeddedBackend) create(ctx context.Context, _ string) (*database, error
 	return d, nil
 }
 
-func (embeddedBackend) version(context.Context) (string, error) { return embedded.Version, nil }
-func (embeddedBackend) close() error                            { return nil }
+func (embeddedBackend) version(context.Context) (string, error)  { return embedded.Version, nil }
+func (embeddedBackend) connections(context.Context) (int, error) { return 0, nil }
+func (embeddedBackend) close() error                             { return nil }
 
 type realBackend struct {
 	db        *sql.DB
@@ -121,6 +123,14 @@ func (b *realBackend) version(ctx context.Context) (string, error) {
 		return "", fmt.Errorf("ask server version: %w", err)
 	}
 	return v, nil
+}
+
+func (b *realBackend) connections(ctx context.Context) (int, error) {
+	var n int
+	if err := b.db.QueryRowContext(ctx, "SELECT @@max_connections").Scan(&n); err != nil {
+		return 0, fmt.Errorf("ask server for max_connections: %w", err)
+	}
+	return n, nil
 }
 
 func (b *realBackend) close() error { return b.db.Close() }

@@ -294,6 +294,21 @@ func (e *Env) prepare(ctx context.Context, row *embedded.Row, id string) (*datab
 	return nil, nil, "", &env.InfraError{Phase: "open", Retryable: true, Err: err}
 }
 
+// MaxAttempts is how many attempts may be open at once, 0 = any number. An attempt holds one connection of a real server, and needs
+// another for short times; a tenth of the connections is left to them and to other clients.
+func (e *Env) MaxAttempts(ctx context.Context) (int, error) {
+	ctx, cancel := context.WithTimeout(ctx, infraTimeout)
+	defer cancel()
+	n, err := e.backend.connections(ctx)
+	if err != nil {
+		return 0, &env.InfraError{Phase: "health", Retryable: true, Err: err}
+	}
+	if n == 0 {
+		return 0, nil
+	}
+	return max(1, n*9/10-16), nil
+}
+
 // Health opens and closes one empty database; on a real server it also drops
 // what dead runs left behind.
 func (e *Env) Health(ctx context.Context) error {

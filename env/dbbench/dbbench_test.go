@@ -139,6 +139,18 @@ func TestConformanceMariaDB(t *testing.T) {
 			t.Errorf("%d databases left: %v", n, err)
 		}
 	})
+	t.Run("room", func(t *testing.T) {
+		var server int
+		if err := e.backend.(*realBackend).db.QueryRow("SELECT @@max_connections").Scan(&server); err != nil {
+			t.Fatal(err)
+		}
+		if n, err := e.MaxAttempts(t.Context()); err != nil || n < 1 || n >= server {
+			t.Errorf("room for %d attempts on %d connections, %v", n, server, err)
+		}
+		if n, err := newEnv(t, Options{Train: 1}).MaxAttempts(t.Context()); err != nil || n != 0 {
+			t.Errorf("embedded: room for %d attempts, %v; want no limit", n, err)
+		}
+	})
 	t.Run("same observations", func(t *testing.T) { sameObservations(t, dsn) })
 	envtest.Run(t, e, conformance(e, kill))
 }
