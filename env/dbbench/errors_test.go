@@ -120,3 +120,20 @@ func FuzzTranslate(f *testing.F) {
 		errorText(tr.translate(sqlError(1105, "HY000", "%s", msg), query))
 	})
 }
+
+// On a real server the name of an attempt's database is drawn anew; errors that name it must read the same in every attempt.
+func TestErrorsHideTheDatabaseName(t *testing.T) {
+	var seen []string
+	for _, id := range []string{"one", "two"} {
+		name := databaseName(id)
+		a := &attempt{db: &database{name: name}}
+		my, err := a.failure(t.Context(), "SELECT * FROM x", sqlError(1146, "42S02", "Table '%s.x' doesn't exist", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		seen = append(seen, errorText(my))
+	}
+	if seen[0] != seen[1] || seen[0] != "1146 (42S02): Table '"+embeddedName+".x' doesn't exist" {
+		t.Errorf("observations %q", seen)
+	}
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"errors"
+	"strings"
 	"time"
 
 	"github.com/go-sql-driver/mysql"
@@ -176,7 +177,10 @@ func (a *attempt) failure(ctx context.Context, query string, err error) (*mysql.
 		if serverFault(my) || my.Number == 1049 && !a.dropped && mentions(my.Message, a.db.name) {
 			return nil, a.fault("step", my)
 		}
-		return my, nil
+		// The name on a real server differs from attempt to attempt; what the policy reads must not.
+		shown := *my
+		shown.Message = strings.ReplaceAll(my.Message, a.db.name, embeddedName)
+		return &shown, nil
 	case lost(err):
 		if err := a.reconnect(ctx); err != nil {
 			return nil, a.fault("step", err)
