@@ -6,21 +6,25 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
+	"slices"
 	"sync"
 
 	"harness-s/env"
+	"harness-s/router"
 	"harness-s/trainer"
 )
 
 // evalCmd scores a checkpoint: hs eval.
 type evalCmd struct {
 	configFlags
-	Ckpt     string `type:"path" help:"Hugging Face directory; default model.path."`
+	RunName  string `name:"run" help:"Score the newest checkpoint of this run under its run.toml; its evidence serves --mode routed." placeholder:"NAME"`
+	Ckpt     string `type:"path" help:"Hugging Face directory; default model.path, or the newest checkpoint of --run."`
 	Split    string `help:"val or test; default eval.split."`
 	K        int    `help:"k of Pass@k; default eval.k."`
 	Attempts int    `help:"Attempts per task; default eval.attempts."`
 	Tasks    int    `help:"Tasks, 0 = all; default eval.tasks." default:"-1"`
-	Mode     string `default:"original" enum:"original,routed" help:"original or routed."`
+	Mode     string `default:"original" enum:"original,routed" help:"original: the original harness. routed: the router's first choice for each task."`
 	Out      string `type:"path" help:"Write the full report as JSON; needed for --split test, whose unsealing it records."`
 }
 
@@ -28,6 +32,13 @@ type evalCmd struct {
 func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 	if c.Split == "test" && c.Out == "" {
 		return needsOut()
+	}
+	if c.Out != "" && !isDir(filepath.Dir(c.Out)) {
+		return usage("mkdir -p "+filepath.Dir(c.Out), "--out: no directory %s", filepath.Dir(c.Out))
+	}
+	evidence, err := c.fromRun(g)
+	if err != nil {
+		return err
 	}
 	for _, s := range []struct {
 		on       bool
@@ -64,7 +75,7 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 	g.say("%s", s.describe())
 	rep, err := trainer.Evaluate(ctx, cfg, s.deps, trainer.EvalOptions{
 		Split: env.Split(cfg.Eval.Split), Mode: c.Mode, K: cfg.Eval.K, Attempts: cfg.Eval.Attempts, Tasks: cfg.Eval.Tasks, Temperature: cfg.Eval.Temperature,
-		Resamples: cfg.Eval.Resamples, Seed: cfg.Run.Seed, Recorder: rec, Reason: "hs eval", Progress: g.progress.report,
+		Resamples: cfg.Eval.Resamples, Seed: cfg.Run.Seed, Recorder: rec, Reason: "hs eval", Progress: g.progress.report, Evidence: evidence,
 	})
 	g.progress.clear()
 	if err != nil {
@@ -92,6 +103,55 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 		return g.emit(rep)
 	}
 	return nil
+}
+
+// fromRun points configuration and checkpoint at --run, and returns the newest evidence for routed mode.
+func (c *evalCmd) fromRun(g *globals) (*router.View, error) {
+	if c.RunName == "" {
+		if c.Mode == trainer.ModeRouted {
+			return nil, usage("hs eval --run NAME --mode routed", "routed mode needs the evidence of a run")
+		}
+		return nil, nil
+	}
+	if c.Preset != "" {
+		return nil, usage("leave --preset out; --set changes single keys", "--run brings its own configuration")
+	}
+	dir, err := g.runDir(c.RunName)
+	if err != nil {
+		return nil, err
+	}
+	c.Config = append([]string{filepath.Join(dir, "run.toml")}, c.Config...)
+	if c.Ckpt == "" {
+		if c.Ckpt = newestCheckpoint(dir); c.Ckpt == "" {
+			return nil, usage("give --ckpt DIR, or let the run write its first checkpoint", "run %s has no checkpoint yet", c.RunName)
+		}
+	}
+	if c.Mode != trainer.ModeRouted {
+		return nil, nil
+	}
+	names, err := filepath.Glob(filepath.Join(dir, "evidence", "v*.json"))
+	if err != nil {
+		return nil, err
+	}
+	if len(names) == 0 {
+		return nil, usage("train it with router.evidence_tasks above 0, or use --mode original", "run %s has no evidence", c.RunName)
+	}
+	slices.Sort(names)
+	b, err := os.ReadFile(names[len(names)-1])
+	if err != nil {
+		return nil, err
+	}
+	return router.ParseView(b)
+}
+
+// newestCheckpoint is the model directory of the last complete checkpoint of a run, "" without one.
+func newestCheckpoint(dir string) string {
+	done, _ := filepath.Glob(filepath.Join(dir, "checkpoints", "step_*", "DONE"))
+	if len(done) == 0 {
+		return ""
+	}
+	slices.Sort(done)
+	return filepath.Join(filepath.Dir(done[len(done)-1]), "model")
 }
 
 func needsOut() error {

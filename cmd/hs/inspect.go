@@ -32,6 +32,7 @@ type runLine struct {
 	Pass1     *float64  `json:"pass1_after,omitempty"`
 	Pass3     *float64  `json:"pass3_after,omitempty"`
 	Dir       string    `json:"dir"`
+	Damaged   string    `json:"damaged,omitempty"` // what cannot be read
 }
 
 // Run prints a table, newest first.
@@ -52,6 +53,8 @@ func (lsCmd) Run(g *globals) error {
 	for _, r := range runs {
 		state := "stopped"
 		switch {
+		case r.Damaged != "":
+			state = "damaged"
 		case r.Completed:
 			state = "done"
 		case r.Running:
@@ -63,7 +66,11 @@ func (lsCmd) Run(g *globals) error {
 			}
 			return fmt.Sprintf("%.1f %%", 100**v)
 		}
-		fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\t%s\n", r.Name, r.Created.Local().Format("2006-01-02 15:04"), r.Steps, state, cell(r.Pass1), cell(r.Pass3))
+		started := "-"
+		if !r.Created.IsZero() {
+			started = r.Created.Local().Format("2006-01-02 15:04")
+		}
+		fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\t%s\n", r.Name, started, r.Steps, state, cell(r.Pass1), cell(r.Pass3))
 	}
 	return w.Flush()
 }
@@ -79,16 +86,25 @@ func listRuns(root string) ([]runLine, error) {
 	out := []runLine{}
 	for _, n := range names {
 		dir := filepath.Join(root, n.Name())
-		man, err := trainer.ReadManifest(dir)
-		if err != nil {
+		if _, err := os.Stat(filepath.Join(dir, "manifest.json")); err != nil {
 			continue // not a run
 		}
+		man, err := trainer.ReadManifest(dir)
+		if err != nil {
+			out = append(out, runLine{Name: n.Name(), Dir: dir, Damaged: err.Error()})
+			continue
+		}
 		r := runLine{Name: n.Name(), Created: man.Created, Completed: man.Completed, Seed: man.Seed, Dir: dir}
-		if ms, err := readMetrics(dir); err == nil && len(ms.steps) > 0 {
+		ms, merr := readMetrics(dir)
+		if len(ms.steps) > 0 {
 			r.Steps = ms.steps[len(ms.steps)-1]
 		}
 		r.Running = locked(dir)
-		if evals, err := readEvals(dir); err == nil && len(evals) > 0 {
+		evals, eerr := readEvals(dir)
+		if err := errors.Join(merr, eerr); err != nil {
+			r.Damaged = err.Error()
+		}
+		if len(evals) > 0 {
 			last := evals[len(evals)-1]
 			r.Pass1, r.Pass3 = &last.Pass1.Strict.Mean, &last.PassK.Strict.Mean
 		}
@@ -147,6 +163,14 @@ func (g *globals) runDir(name string) (string, error) {
 	return "", g.noRun(name)
 }
 
+// damaged adds what to do to an error from reading the files of a run.
+func damaged(dir string, err error) error {
+	if err == nil || advice(err) != "" {
+		return err
+	}
+	return &trainer.Error{Op: "read run " + filepath.Base(dir), Err: err, Hint: "restore that file, or delete the run: rm -r " + dir}
+}
+
 // noRun says that there is no such run, and which there are.
 func (g *globals) noRun(name string) error {
 	hint := "hs ls shows the runs"
@@ -170,7 +194,7 @@ type showCmd struct {
 
 // Run prints one level of the run.
 func (c *showCmd) Run(g *globals) error {
-	parts := strings.Split(strings.Trim(c.Path, "/"), "/")
+	parts := g.splitPath(c.Path)
 	if len(parts) > 4 {
 		return usage("hs show RUN/STEP/TASK/ATTEMPT", "%q has %d parts, at most 4 have a meaning", c.Path, len(parts))
 	}
@@ -184,6 +208,27 @@ func (c *showCmd) Run(g *globals) error {
 	if err != nil {
 		return err
 	}
+	return damaged(dir, c.level(g, dir, parts))
+}
+
+// splitPath separates the run, which may be a directory with slashes in its name, from step, task and attempt.
+func (g *globals) splitPath(path string) []string {
+	path = strings.TrimRight(path, "/")
+	for run := path; run != "" && run != "." && run != "/"; run = filepath.Dir(run) {
+		for _, dir := range []string{filepath.Join(g.Root, run), run} {
+			if _, err := os.Stat(filepath.Join(dir, "manifest.json")); err == nil {
+				rest := strings.Split(strings.Trim(path[len(run):], "/"), "/")
+				if rest[0] == "" {
+					rest = nil
+				}
+				return append([]string{run}, rest...)
+			}
+		}
+	}
+	return strings.Split(strings.Trim(path, "/"), "/")
+}
+
+func (c *showCmd) level(g *globals, dir string, parts []string) error {
 	name := filepath.Base(dir)
 	ms, err := readMetrics(dir)
 	if err != nil {

@@ -79,6 +79,9 @@ func TestUsage(t *testing.T) {
 		{"init into a directory", []string{"init", "-o", t.TempDir()}, exitUsage, []string{"is a directory", "hs.toml"}},
 		{"init without its folder", []string{"init", "-o", filepath.Join(missing, "hs.toml")}, exitUsage, []string{"hint: mkdir -p"}},
 		{"parity of nothing", []string{"doctor", "--parity", t.TempDir()}, exitFailure, []string{"config.json", "hint: a fixture is"}},
+		{"routed without a run", []string{"eval", "--mode", "routed"}, exitUsage, []string{"hint: hs eval --run NAME --mode routed"}},
+		{"eval of no run", []string{"-C", runs, "eval", "--run", "nope"}, exitUsage, []string{`no run "nope"`}},
+		{"report nowhere", []string{"-C", runs, "eval", "--out", filepath.Join(missing, "e.json")}, exitUsage, []string{"hint: mkdir -p"}},
 		{"unknown task", []string{"play", "nope"}, exitUsage, []string{`"nope"`, "hint: tasks are for instance: "}},
 		{"filter at the wrong level", []string{"show", "a/1", "--failed"}, exitUsage, []string{"hs show RUN/STEP/TASK --failed"}},
 		{"test split without record", []string{"eval", "--split", "test"}, exitUsage, []string{"--out"}},
@@ -407,6 +410,12 @@ func TestTrainEndToEnd(t *testing.T) {
 		lastJSON(t, out)
 		if code, _, e := hs(t, append([]string{"-C", dir}, c...)...); code != 0 {
 			t.Errorf("%v: exit code %d %s", c, code, e)
+		}
+	}
+	for _, mode := range []string{"original", "routed"} {
+		code, out, e := hs(t, "-C", dir, "eval", "--run", "a", "--mode", mode, "--tasks", "3", "--json")
+		if v := lastJSON(t, out); code != 0 || v["mode"] != mode || v["tasks"] != 3.0 {
+			t.Errorf("eval of a run, %s: exit code %d %v %s", mode, code, v["error"], e)
 		}
 	}
 	for path, want := range map[string]string{"b": "runs here: a", "a/9": "run a has steps 1 to 2", "a/1x": "run a has steps 1 to 2", "a/1/9": "tasks are 0 to 1", "a/1/0/99": "attempts are 0 to "} {

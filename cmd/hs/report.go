@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"html/template"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -36,8 +37,11 @@ func (c *reportCmd) Run(g *globals) error {
 	if out == "" {
 		out = filepath.Join(dir, "report.html")
 	}
+	if !isDir(filepath.Dir(out)) {
+		return usage("mkdir -p "+filepath.Dir(out), "no directory %s", filepath.Dir(out))
+	}
 	if err := writeReport(dir, out, nil); err != nil {
-		return err
+		return damaged(dir, err)
 	}
 	if g.JSON {
 		return g.emit(map[string]any{"run": filepath.Base(dir), "path": out})
@@ -343,7 +347,7 @@ func (m metrics) plot(caption string, stacked bool, pairs ...string) *plot {
 	return p
 }
 
-// eachLine calls f with every complete line; a missing file has none.
+// eachLine calls f with every complete line; a missing file has none. A last line without its end is still being written.
 func eachLine(path string, f func([]byte) error) error {
 	file, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -353,17 +357,22 @@ func eachLine(path string, f func([]byte) error) error {
 		return err
 	}
 	defer file.Close()
-	sc := bufio.NewScanner(file)
-	sc.Buffer(make([]byte, 1<<16), 1<<28)
-	for n := 1; sc.Scan(); n++ {
-		if len(bytes.TrimSpace(sc.Bytes())) == 0 {
+	r := bufio.NewReader(file)
+	for n := 1; ; n++ {
+		line, err := r.ReadBytes('\n')
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("%s line %d: %w", path, n, err)
+		}
+		if line = bytes.TrimSpace(line); len(line) == 0 {
 			continue
 		}
-		if err := f(sc.Bytes()); err != nil {
+		if err := f(line); err != nil {
 			return fmt.Errorf("%s line %d: %w", path, n, err)
 		}
 	}
-	return sc.Err()
 }
 
 func readEvents(dir string) ([]reportEvent, error) {
