@@ -51,7 +51,7 @@ func Play(ctx context.Context, cfg Config, d *Deps, o PlayOptions) (*PlayReport,
 	spec := d.Pool.Original()
 	if o.Harness != "" {
 		if spec = d.Pool.Get(o.Harness); spec == nil {
-			return nil, hinted("play task", "list harnesses with: hs pool ls", "the pool has no harness %q", o.Harness)
+			return nil, hinted("play task", "hs play --harness x lists the names", "the pool has no harness %q", o.Harness)
 		}
 	}
 	var a Attempt

@@ -92,7 +92,9 @@ func run(args []string, out, errOut io.Writer) (code int) {
 	c.out, c.errOut = out, errOut
 	exited := false
 	k, err := kong.New(&c, kong.Name("hs"), kong.UsageOnError(),
-		kong.Description("Trains language-model agents with Harness-S: GRPO with rescue of all-fail groups under sibling harnesses."),
+		kong.Description("Trains language-model agents with Harness-S: GRPO with rescue of all-fail groups under sibling harnesses.\n\n"+
+			"Start with hs doctor, then hs train --preset demo. Exit codes: 0 done, 1 failure, 2 usage, configuration or task rows, "+
+			"3 environment or device not ready, 4 a gate stopped the run, 130 interrupted after a checkpoint."),
 		kong.Writers(out, errOut), kong.Exit(func(int) { exited = true }), kong.ConfigureHelp(kong.HelpOptions{Compact: true}))
 	if err != nil {
 		fmt.Fprintln(errOut, "error:", err)
