@@ -123,6 +123,9 @@ func TestJSONOfEveryCommand(t *testing.T) {
 			t.Errorf("%s: exit code %d, stderr %q", c.args, code, errOut)
 			continue
 		}
+		if n := strings.Count(out, "\n"); n != 1 && !strings.HasPrefix(c.args, "train") {
+			t.Errorf("%s: %d lines on stdout, want the object alone", c.args, n)
+		}
 		if v := lastJSON(t, out); v[c.key] == nil {
 			t.Errorf("%s: no key %q in %.200s", c.args, c.key, out)
 		}
