@@ -140,7 +140,7 @@ func (g *GapGate) Judge(st GapStats, c GRPOConfig) GapDecision {
 		d.Why = append(d.Why, fmt.Sprintf("mean log-prob gap %.4g nats > %g (grpo.gap_warn)", st.Mean, c.GapWarn))
 	}
 	if st.Pearson < c.GapCorr {
-		stop("log-prob correlation %.6f < %g (grpo.gap_corr)", st.Pearson, c.GapCorr)
+		stop("log-prob correlation %.12g < %g (grpo.gap_corr)", st.Pearson, c.GapCorr)
 	}
 	if len(g.First) < c.GapWindow {
 		g.First = append(g.First, st.Mean)

@@ -133,7 +133,7 @@ func fill(r *Record, t *totals, groups []*Group, u updateStats, cfg Config) {
 		r.Group.StillAllFail, r.Group.RescueIncomplete = float64(tally[StillAllFail]), float64(tally[RescueIncomplete])
 		t.RescuedGroups += rescues
 		t.RescueSuccesses += tally[Rescued]
-		r.Rescue.Rate, r.Rescue.Attempts = float64(rescues)/n, float64(len(rescue))
+		r.Rescue.Groups, r.Rescue.Rate, r.Rescue.Attempts = float64(rescues), float64(rescues)/n, float64(len(rescue))
 		r.Rescue.ExtraPct = 100 * float64(len(rescue)) / float64(len(base))
 		r.Rescue.RunPct = 100 * float64(t.Cost.Rescue) / float64(t.Cost.Base)
 		if rescues > 0 {

@@ -27,6 +27,7 @@ type run struct {
 	st       runState
 	start    time.Time
 	unsaved  bool    // a due checkpoint could not be written yet
+	saved    int     // step of the last checkpoint
 	saving   float64 // seconds the last checkpoint took
 	progress func(Progress)
 
@@ -233,7 +234,7 @@ func (t *run) restore(step int) error {
 		return err
 	}
 	t.d.Policy.SetVersion(st.Version, st.OptStep)
-	t.st = st
+	t.st, t.saved = st, st.Step
 	return nil
 }
 

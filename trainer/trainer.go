@@ -300,7 +300,7 @@ func (t *run) save(ctx context.Context, last bool) error {
 		if _, err := t.ckpts.Save(snap); err != nil {
 			return err
 		}
-		t.unsaved, t.saving = false, since(began)
+		t.unsaved, t.saving, t.saved = false, since(began), snap.Step
 		return nil
 	}
 	t.unsaved = true
@@ -372,7 +372,7 @@ func (t *run) leave(step int, why error) error {
 	case !errors.Is(why, ErrEnvDown):
 		return why
 	}
-	if step > 0 && t.st.Step == step {
+	if step > t.saved && t.st.Step == step {
 		if err := t.save(context.Background(), true); err != nil {
 			return fmt.Errorf("stopped (%v) without a checkpoint: %w", why, err)
 		}

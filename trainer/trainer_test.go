@@ -263,6 +263,18 @@ func TestInterruptSavesAndStops(t *testing.T) {
 	if at, err := d.Checkpoints(w.cfg.Save, nil).Latest(); err != nil || at != 2 {
 		t.Errorf("latest checkpoint %d, %v", at, err)
 	}
+
+	w, d = newWorld(t, mixedRates, byRate), newRunDir(t) // step 2 is saved by schedule already
+	stop, saves := make(chan struct{}), 0
+	_, err = startRun(t, w, RunOptions{Dir: d, Interrupt: stop, Event: func(e Event) {
+		if e.Event == "checkpoint" {
+			saves++
+			close(stop)
+		}
+	}})
+	if !errors.Is(err, ErrInterrupted) || saves != 1 {
+		t.Errorf("%d checkpoints, error %v", saves, err)
+	}
 }
 
 // There is no step to finish before step 1: the first evaluation and the evidence are not waited for.
