@@ -392,7 +392,7 @@ func TestTrainEndToEnd(t *testing.T) {
 		}
 	}
 	want, _ := v["weights_sha256"].(string)
-	if !strings.Contains(out, "step 1/2") || !strings.Contains(out, "Pass@3") {
+	if !strings.Contains(out, "step 1/2") || !strings.Contains(out, "  resc ") || !strings.Contains(out, "Pass@3") {
 		t.Errorf("no step line or table in\n%s", out)
 	}
 	// A used directory is refused with the three ways out.
