@@ -211,9 +211,9 @@ func (p *reportPage) cards(sum *trainer.Summary, ms metrics) {
 	if sum != nil {
 		each := ""
 		if sum.Steps > 0 {
-			each = fmt.Sprintf(", %.1f s a step", sum.TrainSeconds/float64(sum.Steps))
+			each = fmt.Sprintf("%.1f s a step; ", sum.TrainSeconds/float64(sum.Steps))
 		}
-		add("Time", fmt.Sprintf("%.0f s", sum.TotalSeconds), "%.0f s of it in training steps%s", sum.TrainSeconds, each)
+		add("Time in training steps", fmt.Sprintf("%.0f s", sum.TrainSeconds), "%s%.0f s in all since the program was last started", each, sum.TotalSeconds)
 		add("Peak memory", fmt.Sprintf("%.0f MiB", sum.PeakRSSMiB), "resident size of the process")
 	}
 }

@@ -57,7 +57,7 @@ func TestReportPage(t *testing.T) {
 	dir := writeRun(t, steps, eval("0", "0.25"), eval("2", "0.5"))
 	sum := &trainer.Summary{Groups: 8, AllFailGroups: 5, RescuedGroups: 4, RescueSuccesses: 3, Steps: 2, TrainSeconds: 5, TotalSeconds: (11 * time.Second).Seconds()}
 	html := renderReport(t, dir, sum)
-	for _, want := range []string{"25.0 → 50.0 %", "[10.0, 90.0] → [10.0, 90.0]", "5 of 8", "3 with a success", "1e-05 nats", "11 s", "2.5 s a step", "not finished",
+	for _, want := range []string{"25.0 → 50.0 %", "[10.0, 90.0] → [10.0, 90.0]", "5 of 8", "3 with a success", "1e-05 nats", "11 s in all", "2.5 s a step", "repeat(auto-fill,minmax(min(480px,100%)", "not finished",
 		"train reward", `class="interval"`, "over the 2 task groups", "prefers-color-scheme:dark"} {
 		if !strings.Contains(html, want) {
 			t.Errorf("report lacks %q", want)
