@@ -308,6 +308,13 @@ func (g *globals) say(format string, args ...any) {
 	fmt.Fprintf(g.people(), format+"\n", args...)
 }
 
+// confirm says that something was done; it is no result, so -q drops it.
+func (g *globals) confirm(format string, args ...any) {
+	if !g.Quiet {
+		g.say(format, args...)
+	}
+}
+
 func (g *globals) people() io.Writer {
 	switch {
 	case g.JSON && g.Quiet:

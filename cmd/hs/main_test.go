@@ -132,6 +132,16 @@ func TestJSONOfEveryCommand(t *testing.T) {
 	}
 }
 
+func TestQuietUnpack(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "tiny")
+	if code, out, e := hs(t, "sft", "--unpack", dir, "-q"); code != 0 || out+e != "" {
+		t.Errorf("exit code %d, %q %q", code, out, e)
+	}
+	if code, _, e := hs(t, "doctor", "--ckpt", dir, "-C", t.TempDir()); code != 0 {
+		t.Errorf("unpacked checkpoint: exit code %d %s", code, e)
+	}
+}
+
 func TestHelp(t *testing.T) {
 	for _, args := range [][]string{nil, {"help"}, {"--help"}} {
 		if code, out, _ := hs(t, args...); code != 0 || !strings.Contains(out, "Run one episode") {

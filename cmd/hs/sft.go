@@ -29,7 +29,7 @@ func (c *sftCmd) Run(ctx context.Context, g *globals) error {
 		if err := model.WriteTiny(c.Pack, c.Into); err != nil {
 			return err
 		}
-		g.say("packed %s into %s", c.Pack, c.Into)
+		g.confirm("packed %s into %s", c.Pack, c.Into)
 		if g.JSON {
 			return g.emit(map[string]any{"packed": c.Pack, "into": c.Into})
 		}
@@ -39,7 +39,7 @@ func (c *sftCmd) Run(ctx context.Context, g *globals) error {
 		if err := model.UnpackTiny(c.Unpack); err != nil {
 			return err
 		}
-		g.say("the shipped checkpoint is in %s", c.Unpack)
+		g.confirm("the shipped checkpoint is in %s", c.Unpack)
 		if g.JSON {
 			return g.emit(map[string]any{"unpacked": c.Unpack})
 		}
