@@ -1,6 +1,7 @@
 package model
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"hash/fnv"
@@ -54,7 +55,11 @@ func load(fsys fs.FS, origin string, dev *kernels.Device, o LoadOptions, open fu
 	}
 	cfg, err := ParseConfig(b)
 	if err != nil {
-		return nil, &Error{Op: "load " + origin, Err: err, Hint: "only dense Qwen3.5 text models are supported"}
+		hint := "only dense Qwen3.5 text models are supported"
+		if !json.Valid(b) {
+			hint = "the file is damaged: copy it again from where the checkpoint came from"
+		}
+		return nil, &Error{Op: "load " + origin, Err: err, Hint: hint}
 	}
 	m := &Model{Config: cfg, Dev: dev, Files: map[string][]byte{}}
 	for _, name := range sideFiles() {

@@ -16,16 +16,16 @@ type ParityReport struct {
 	Params         int64    `json:"params"`
 	LogitsMaxAbs   float64  `json:"logits_max_abs"`
 	LogitsBound    float64  `json:"logits_bound"`
-	LossAbs        float64  `json:"loss_abs"`
+	LossAbs        float64  `json:"loss_abs"`     // bound: logits_bound
 	GradMaxRel     float64  `json:"grad_max_rel"` // worst parameter: |ours - reference| / |reference|, Euclidean norms
 	GradWorst      string   `json:"grad_worst"`
 	GradBound      float64  `json:"grad_bound"`
 	RaggedMaxAbs   float64  `json:"ragged_max_abs"` // log-probs of sequences packed into one batch
 	RaggedBound    float64  `json:"ragged_bound"`
-	DecodeMaxAbs   float64  `json:"decode_max_abs"` // sampler's prefill and decode against the executor's full forward, logits
+	DecodeMaxAbs   float64  `json:"decode_max_abs"` // sampler's prefill and decode against the executor's full forward, logits; bound: logits_bound
 	GreedyEqual    bool     `json:"greedy_equal"`
-	GreedyDiffAt   int      `json:"greedy_diff_at"` // index of the first other token, -1 = none
-	TapeGradMaxRel float64  `json:"tape_grad_max_rel"`
+	GreedyDiffAt   int      `json:"greedy_diff_at"`    // index of the first other token, -1 = none
+	TapeGradMaxRel float64  `json:"tape_grad_max_rel"` // TapeMachine against the executor; bound: grad_bound
 	TapeWorst      string   `json:"tape_worst"`
 	OK             bool     `json:"ok"`
 	Failures       []string `json:"failures"`
