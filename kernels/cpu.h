@@ -62,7 +62,7 @@ int hs_simd_level(void);
 #define HS_PICK(fn, dtype) ((dtype) == HS_F64 ? fn##_f64 : HS_PICK32(fn))
 
 // ---- matrix product on the calling thread: C[M,N] = op(A) op(B) (+ C with HS_BETA1), flags as in hs_gemm_args ----
-// Any size, no scratch from the caller (about 128 KiB of stack). K is summed in order inside blocks of HS_GEMM_KC, one FMA chain per
+// Any size, no scratch from the caller (about 350 KiB of stack). K is summed in order inside blocks of HS_GEMM_KC, one FMA chain per
 // element and block, blocks added in order; so an element's bits depend on its row of A, its column of B and K alone.
 #define HS_GEMM_KC 64
 void hs_gemm_f32(uint32_t flags, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc);

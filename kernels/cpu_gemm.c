@@ -2,8 +2,8 @@
 //
 // Own kernels. Each element is the sum over blocks of HS_GEMM_KC of K, and in a block one FMA chain in K order from zero; block sums
 // are added in order (to C first with HS_BETA1). The tile an element falls into, its place there and the thread never matter.
-// Tasks are row ranges x groups of column panels; a task packs B panel by panel on its own stack and reads A in place, or packs its
-// rows of a transposed A.
+// Tasks are row ranges x groups of column panels; a task packs B panel by panel on its own stack and reads A in place, or copies its
+// rows (transposed A; rows whose addresses share cache sets).
 #include "cpu.h"
 
 #include <dlfcn.h>
@@ -11,6 +11,8 @@
 
 #define GEMM_ROWS 512         // rows of A per task: small enough to share out, large enough to pay for packing the panel
 #define GEMM_TRANS_ROWS 192   // the same for a transposed A, which is packed (a multiple of every tile height)
+
+#define SPREAD_LD (HS_GEMM_KC + 16)   // row stride of copied rows of A
 
 #define HS_BODY "cpu_gemm_body.h"
 #include "cpu_levels.h"

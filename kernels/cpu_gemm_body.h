@@ -170,7 +170,7 @@ static void FN(gemm_task)(void* c_, int64_t task, int worker) {
   (void)worker;
   const FN(gemm_ctx)* g = c_;
   real panel[HS_GEMM_KC * TILE_NV * VW] __attribute__((aligned(64)));
-  real block[HS_GEMM_KC * GEMM_TRANS_ROWS] __attribute__((aligned(64)));
+  real block[HS_MAX(HS_GEMM_KC * GEMM_TRANS_ROWS, SPREAD_LD * GEMM_ROWS)] __attribute__((aligned(64)));
   const int64_t i0 = task / g->groups * g->rows, p0 = task % g->groups * g->group, p1 = HS_MIN(p0 + g->group, g->panels);
   const int64_t m = HS_MIN(g->rows, g->M - i0);
   const int packed = g->ars == 1 && m > 1;
@@ -179,6 +179,12 @@ static void FN(gemm_task)(void* c_, int64_t task, int worker) {
     const int add = k0 > 0 || (g->flags & HS_BETA1);
     const real* a = g->a + i0 * g->ars + k0 * g->aks;
     if (packed) FN(pack_a)(block, a, g->aks, kc, m);
+    // Rows a multiple of half a page apart fall into the same few cache sets: copies spread them out.
+    const int spread = !packed && p1 - p0 > 1 && m > 128 && g->ars * (int64_t)sizeof(real) % 2048 == 0;
+    if (spread)
+      for (int64_t i = 0; i < m; i++) memcpy(block + i * SPREAD_LD, a + i * g->ars, (size_t)kc * sizeof(real));
+    const real* at = spread ? block : a;
+    const int64_t ars = spread ? SPREAD_LD : g->ars;
     for (int64_t p = p0; p < p1; p++) {
       const int64_t j0 = p * g->nv * VW, nv = HS_MIN(g->nv, HS_CEIL(g->N - j0, VW)), nr = nv * VW, n = HS_MIN(nr, g->N - j0);
       if (g->flags & HS_TRANS_B) FN(pack_cols)(panel, g->b + j0 * g->ldb + k0, g->ldb, kc, n, nr);
@@ -194,10 +200,10 @@ static void FN(gemm_task)(void* c_, int64_t task, int worker) {
         // Rows of A lie apart: fetch those of the next tile too.
         if (!packed && m > 128)
           for (int64_t r = i + TILE_MR; r < HS_MIN(m, i + 2 * TILE_MR); r++)
-            for (int64_t k = 0; k < kc; k += 64 / (int64_t)sizeof(real)) __builtin_prefetch(a + r * g->ars + k);
+            for (int64_t k = 0; k < kc; k += 64 / (int64_t)sizeof(real)) __builtin_prefetch(at + r * ars + k);
         const FN(tile_fn) tile = FN(tile_for)(HS_MIN(TILE_MR, m - i), nv);
         if (packed) tile(block + i * kc, 1, TILE_MR, panel, kc, c + i * g->ldc, g->ldc, n, add);
-        else tile(a + i * g->ars, g->ars, g->aks, panel, kc, c + i * g->ldc, g->ldc, n, add);
+        else tile(at + i * ars, ars, g->aks, panel, kc, c + i * g->ldc, g->ldc, n, add);
       }
     }
   }

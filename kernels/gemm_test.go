@@ -72,7 +72,7 @@ func naiveGemm(flags uint32, m, n, k int, a, b, c []float64) []float64 {
 }
 
 func TestGemm(t *testing.T) {
-	shapes := [][3]int{{1, 1, 1}, {1, 5, 3}, {2, 16, 17}, {3, 33, 15}, {5, 47, 64}, {6, 96, 31}, {7, 48, 255}, {8, 31, 256}, {9, 49, 257}, {13, 97, 600}, {520, 17, 5}, {1037, 40, 33}}
+	shapes := [][3]int{{1, 1, 1}, {1, 5, 3}, {2, 16, 17}, {3, 33, 15}, {5, 47, 64}, {6, 96, 31}, {7, 48, 255}, {8, 31, 256}, {9, 49, 257}, {13, 97, 600}, {520, 17, 5}, {1037, 40, 33}, {523, 200, 512}}
 	for _, dt := range []DType{F32, F64} {
 		for _, level := range levels() {
 			if dt == F64 && level != "scalar" {
@@ -105,7 +105,7 @@ func TestGemm(t *testing.T) {
 func TestGemmBits(t *testing.T) {
 	const rows, cols = 700, 150
 	for _, level := range levels() {
-		for _, k := range []int{1, 37, 256, 700} {
+		for _, k := range []int{1, 37, 256, 512, 700} {
 			g := rand.New(rand.NewPCG(3, 4))
 			a, bt := randn(g, rows*k, 1), randn(g, cols*k, 1)
 			b, at := transpose(bt, cols, k), transpose(a, rows, k)
