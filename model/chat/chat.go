@@ -276,6 +276,9 @@ func renderSystem(b *builder, msgs []Message, tools []Tool) error {
 		if err != nil {
 			return fmt.Errorf("render tool %d: %w", i, err)
 		}
+		if text[0] != '{' {
+			return fmt.Errorf("render tool %d: not a JSON object", i)
+		}
 		k := t.Kind
 		if k == KindTemplate {
 			k = KindSystem

@@ -66,7 +66,7 @@ func TestOpenRendersTemplate(t *testing.T) {
 		{"tools and system", true, []Message{{Role: "system", Content: "be kind"}, {Role: "user", Content: "Hi"}},
 			[]Tool{{JSON: json.RawMessage(`{"type":"function","function":{"name":"z<&>","b":1.50,"a":[],"é":"\u2028\u0001\/"}}`)}}, Options{},
 			"<|im_start|>system\n# Tools\n\nYou have access to the following functions:\n\n<tools>\n" +
-				`{"type": "function", "function": {"name": "z<&>", "b": 1.50, "a": [], "é": "` + "\u2028" + `\u0001/"}}` +
+				`{"type": "function", "function": {"name": "z<&>", "b": 1.5, "a": [], "é": "` + "\u2028" + `\u0001/"}}` +
 				"\n</tools>" + toolInstructions + "\n\nbe kind<|im_end|>\n" + hi},
 		{"tools and blank system", true, []Message{{Role: "system", Content: " "}, {Role: "user", Content: "Hi"}},
 			[]Tool{{JSON: json.RawMessage(`{}`)}}, Options{},

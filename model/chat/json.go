@@ -135,15 +135,16 @@ func (v *value) get(key string) (*value, bool) {
 	return nil, false
 }
 
-// write appends v in the style of Python's json.dumps(ensure_ascii=False): ", " and ": ", key order kept, number text kept.
-func (v *value) write(b *strings.Builder) {
+// write appends v as Python's json.dumps(json.loads(text), ensure_ascii=False): ", " and ": ", key order kept, numbers as number
+// writes their text.
+func (v *value) write(b *strings.Builder, number func(string) string) {
 	switch v.kind {
 	case jsonNull:
 		b.WriteString("null")
 	case jsonBool:
 		b.WriteString(strconv.FormatBool(v.b))
 	case jsonNumber:
-		b.WriteString(v.text)
+		b.WriteString(number(v.text))
 	case jsonString:
 		writeString(b, v.text)
 	case jsonArray:
@@ -152,7 +153,7 @@ func (v *value) write(b *strings.Builder) {
 			if i > 0 {
 				b.WriteString(", ")
 			}
-			v.vals[i].write(b)
+			v.vals[i].write(b, number)
 		}
 		b.WriteByte(']')
 	case jsonObject:
@@ -163,7 +164,7 @@ func (v *value) write(b *strings.Builder) {
 			}
 			writeString(b, v.keys[i])
 			b.WriteString(": ")
-			v.vals[i].write(b)
+			v.vals[i].write(b, number)
 		}
 		b.WriteByte('}')
 	}
@@ -197,14 +198,14 @@ func writeString(b *strings.Builder, s string) {
 	b.WriteByte('"')
 }
 
-// pythonJSON re-encodes raw in the style of Python's json.dumps.
+// pythonJSON re-encodes raw as Python's json.dumps writes it.
 func pythonJSON(raw []byte) (string, error) {
 	v, err := parseJSON(raw)
 	if err != nil {
 		return "", err
 	}
 	var b strings.Builder
-	v.write(&b)
+	v.write(&b, dumpsNumber)
 	return b.String(), nil
 }
 
@@ -235,7 +236,7 @@ func (v *value) python() string {
 		return v.text
 	}
 	var b strings.Builder
-	v.write(&b)
+	v.write(&b, dumpsNumber)
 	return b.String()
 }
 
@@ -252,6 +253,11 @@ func pythonNumber(text string) string {
 		return text
 	}
 	return pythonFloat(f)
+}
+
+// dumpsNumber is json.dumps(json.loads(text)).
+func dumpsNumber(text string) string {
+	return strings.Replace(pythonNumber(text), "inf", "Infinity", 1)
 }
 
 // pythonFloat is Python's repr of a float: shortest digits, exponent form below 1e-4 and from 1e16 on.
@@ -273,7 +279,8 @@ func pythonFloat(f float64) string {
 }
 
 // ParseMessages decodes an OpenAI-style JSON list of messages: content is a string, null, absent or a list of text parts,
-// reasoning_content a string, tool_calls a list whose entries may wrap the call in "function", arguments a mapping.
+// reasoning_content a string, tool_calls a list whose entries may wrap the call in "function", arguments a mapping. As in transformers,
+// reasoning_content that is null or absent may be under the older names thinking and reasoning.
 func ParseMessages(raw []byte) ([]Message, error) {
 	v, err := parseJSON(raw)
 	if err != nil {
@@ -306,10 +313,19 @@ func toMessage(v *value) (Message, error) {
 		}
 		m.Content = text
 	}
-	if r, ok := v.get("reasoning_content"); ok && r.kind == jsonString {
-		m.Reasoning = &r.text
+	for _, name := range [...]string{"reasoning_content", "thinking", "reasoning"} {
+		if r, ok := v.get(name); ok && r.kind != jsonNull {
+			if r.kind == jsonString {
+				m.Reasoning = &r.text
+			}
+			break
+		}
 	}
-	if cs, ok := v.get("tool_calls"); ok && cs.kind == jsonArray {
+	cs, ok := v.get("tool_calls")
+	if ok && cs.kind == jsonString && cs.text != "" {
+		return m, fmt.Errorf("tool_calls is a string, not a list")
+	}
+	if ok && cs.kind == jsonArray {
 		for i := range cs.vals {
 			c, err := toCall(&cs.vals[i])
 			if err != nil {
@@ -355,7 +371,7 @@ func contentText(v *value, system bool) (string, error) {
 				return "", ErrSystemVideo
 			}
 			return "", ErrVision
-		case hasText:
+		case hasText && text.kind < jsonArray:
 			b.WriteString(text.python())
 		default:
 			return "", ErrUnexpectedItem
@@ -382,7 +398,7 @@ func toCall(v *value) (Call, error) {
 	}
 	for i := range args.vals {
 		var b strings.Builder
-		args.vals[i].write(&b)
+		args.vals[i].write(&b, func(text string) string { return text })
 		c.Args = append(c.Args, Arg{Key: args.keys[i], Value: json.RawMessage(b.String())})
 	}
 	return c, nil
