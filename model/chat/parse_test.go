@@ -65,6 +65,9 @@ func TestParseTurn(t *testing.T) {
 		{"duplicate parameter", "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>", false,
 			Turn{Malformed: []string{`parameter "a" of "f" is given twice`}},
 			&Turn{Calls: []Call{call("f", "a", "2")}, Repairs: []string{`parameter "a" of "f" is given twice`}}},
+		{"duplicate parameter after a value with a closer", "<tool_call><function=f><parameter=a>x</tool_call>y</parameter><parameter=a>2</parameter></function></tool_call>", false,
+			Turn{Malformed: []string{`parameter "a" of "f" is given twice`}},
+			&Turn{Calls: []Call{call("f", "a", "2")}, Repairs: []string{`parameter "a" of "f" is given twice`}}},
 		{"text after call", sh + "\nDone.", false, Turn{Content: "Done.", Calls: []Call{call("sh", "cmd", "ls")}, Malformed: []string{"text after a tool call"}},
 			&Turn{Content: "Done.", Calls: []Call{call("sh", "cmd", "ls")}, Repairs: []string{"text after a tool call"}}},
 	} {
