@@ -52,24 +52,27 @@ int hs_simd_level(void) {
 }
 
 // ---- thread pool ----
-// One job at a time. `state` is (generation << 32 | next task); a worker takes a task by compare-and-swap, so a swap that succeeds
-// proves that the job fields it read before belong to that generation: the owner closes the state before it rewrites them.
-// The caller works too and waits for tasks, never for workers: one that is still asleep costs nothing.
+// One job at a time. `state` is (generation, first, end) of the tasks left; a worker takes one by compare-and-swap, so a swap that
+// succeeds proves that the job fields it read before belong to that generation: the owner empties the state before it rewrites them.
+// The caller and even workers take tasks from the front, odd workers from the back: tasks are rows in order, so from op to op a core
+// meets the rows that its own cache holds. The caller waits for tasks, never for workers: one that is still asleep costs nothing.
 
-#define POOL_CLOSED 0xffffffffu
+#define POOL_BITS 20   // of first and of end
+#define POOL_MAX ((1 << POOL_BITS) - 1)
+#define POOL_STATE(gen, first, end) ((uint64_t)(gen) << 2 * POOL_BITS | (uint64_t)(first) << POOL_BITS | (uint64_t)(end))
 #define POOL_SPINS 1200   // pauses before a worker sleeps: under 100 microseconds, which bridges the host work between two decode steps
 
 static struct {
   pthread_mutex_t owner;               // held by the caller whose job it is
   _Atomic(uint64_t) state;
-  _Atomic(uint32_t) ntasks, done;
+  _Atomic(uint32_t) done;
   _Atomic(uintptr_t) fn, ctx;
   _Atomic(uint32_t) wake, sleepers;    // wake is the futex word
   atomic_int threads;                  // in use, the caller included
   int spawned;                         // workers started
   pthread_mutex_t mu;                  // without futexes
   pthread_cond_t cv;
-} pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .mu = PTHREAD_MUTEX_INITIALIZER, .cv = PTHREAD_COND_INITIALIZER, .state = POOL_CLOSED, .threads = 1};
+} pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .mu = PTHREAD_MUTEX_INITIALIZER, .cv = PTHREAD_COND_INITIALIZER, .threads = 1};
 
 static __thread int in_pool;
 
@@ -125,15 +128,14 @@ static int work(int worker) {
   int any = 0;
   uint64_t s = atomic_load(&pool.state);
   for (;;) {
-    uint32_t task = (uint32_t)s;
-    if (task == POOL_CLOSED) return any;
-    uint32_t n = atomic_load(&pool.ntasks);
+    const uint64_t first = s >> POOL_BITS & POOL_MAX, end = s & POOL_MAX;
+    if (first == end) return any;
     void (*fn)(void*, int64_t, int) = (void (*)(void*, int64_t, int))atomic_load(&pool.fn);
     void* ctx = (void*)atomic_load(&pool.ctx);
-    if (task >= n) return any;
-    if (!atomic_compare_exchange_weak(&pool.state, &s, s + 1)) continue;
+    const int back = worker & 1;
+    if (!atomic_compare_exchange_weak(&pool.state, &s, back ? s - 1 : s + (1 << POOL_BITS))) continue;
     any = 1;
-    fn(ctx, task, worker);
+    fn(ctx, (int64_t)(back ? end - 1 : first), worker);
     atomic_fetch_add(&pool.done, 1);
     s = atomic_load(&pool.state);
   }
@@ -164,18 +166,17 @@ static void* worker_main(void* arg) {
 int hs_num_threads(void) { return atomic_load_explicit(&pool.threads, memory_order_relaxed); }
 
 void hs_parallel(int64_t ntasks, void (*fn)(void*, int64_t, int), void* ctx) {
-  if (ntasks <= 1 || in_pool || ntasks >= (int64_t)POOL_CLOSED || hs_num_threads() == 1 || pthread_mutex_trylock(&pool.owner)) {
+  if (ntasks <= 1 || in_pool || ntasks > POOL_MAX || hs_num_threads() == 1 || pthread_mutex_trylock(&pool.owner)) {
     for (int64_t i = 0; i < ntasks; i++) fn(ctx, i, 0);
     return;
   }
   in_pool = 1;
-  uint64_t gen = (atomic_load(&pool.state) >> 32) + 1;
-  atomic_store(&pool.state, gen << 32 | POOL_CLOSED);
-  atomic_store(&pool.ntasks, (uint32_t)ntasks);
+  const uint64_t gen = (atomic_load(&pool.state) >> 2 * POOL_BITS) + 1;
+  atomic_store(&pool.state, POOL_STATE(gen, 0, 0));
   atomic_store(&pool.done, 0);
   atomic_store(&pool.fn, (uintptr_t)fn);
   atomic_store(&pool.ctx, (uintptr_t)ctx);
-  atomic_store(&pool.state, gen << 32);
+  atomic_store(&pool.state, POOL_STATE(gen, 0, ntasks));
   if (atomic_load(&pool.sleepers)) wake_all();
   work(0);
   for (int spins = 0; atomic_load(&pool.done) != (uint32_t)ntasks; spins++) {
