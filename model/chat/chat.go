@@ -115,8 +115,11 @@ var (
 )
 
 // Renderer renders the Qwen3.5 template. ThinkDefault is the only difference between its two published versions: true for 4B and 9B,
-// false for 0.8B and 2B (model.md 5.5).
-type Renderer struct{ ThinkDefault bool }
+// false for 0.8B and 2B (model.md 5.5). A Renderer of ForTemplate or FromCheckpoint may render another template instead.
+type Renderer struct {
+	ThinkDefault bool
+	foreign      *foreign // nil for the published templates
+}
 
 // NewRenderer returns a renderer with the given thinking default.
 func NewRenderer(thinkDefault bool) Renderer { return Renderer{ThinkDefault: thinkDefault} }
@@ -171,6 +174,9 @@ func (b *builder) addAll(segs []Segment) {
 
 // Open renders a whole conversation. It fails exactly where the template raises, and when a JSON value does not parse.
 func (r Renderer) Open(msgs []Message, tools []Tool, o Options) ([]Segment, error) {
+	if r.foreign != nil {
+		return r.foreign.open(msgs, tools, o)
+	}
 	if len(msgs) == 0 {
 		return nil, fmt.Errorf("render chat: %w", ErrNoMessages)
 	}
@@ -216,6 +222,9 @@ func (r Renderer) Open(msgs []Message, tools []Tool, o Options) ([]Segment, erro
 // AddGenerationPrompt, the opening of the next turn. Thinking that was sampled earlier stays, because ids are only appended.
 // Messages must not be empty: an observation with an empty delta would silently vanish.
 func (r Renderer) Bridge(msgs []Message, o Options) ([]Segment, error) {
+	if r.foreign != nil {
+		return r.foreign.bridge(msgs, o)
+	}
 	if len(msgs) == 0 {
 		return nil, fmt.Errorf("render bridge: %w", ErrNoMessages)
 	}
@@ -243,10 +252,15 @@ func (r Renderer) Bridge(msgs []Message, o Options) ([]Segment, error) {
 
 // Thinks reports whether a generation prompt under o leaves the thinking block open, that is the parser's inThink.
 func (r Renderer) Thinks(o Options) bool {
-	if o.Thinking != nil {
+	switch {
+	case o.Thinking == nil:
+		return r.ThinkDefault
+	case r.foreign == nil:
 		return *o.Thinking
+	case *o.Thinking:
+		return r.foreign.thinks[1]
 	}
-	return r.ThinkDefault
+	return r.foreign.thinks[0]
 }
 
 func (r Renderer) generationPrompt(o Options) string {

@@ -25,9 +25,9 @@ type corpusCase struct {
 }
 
 // readCorpus returns the digests of the templates that a corpus was made with, and its cases.
-func readCorpus(t testing.TB) (digests map[string]string, cases []corpusCase) {
+func readCorpus(t testing.TB, name string) (digests map[string]string, cases []corpusCase) {
 	t.Helper()
-	f, err := os.Open(*corpusFile)
+	f, err := os.Open(name)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -71,7 +71,12 @@ func (c corpusCase) render(r Renderer) (string, error) {
 // Every conversation of the corpus renders to the bytes of the published template, or fails where it fails: with the template's own text
 // where it raises one. Images and videos are refused, because the model reads text only.
 func TestCorpus(t *testing.T) {
-	_, cases := readCorpus(t)
+	digests, cases := readCorpus(t, *corpusFile)
+	for name, digest := range digests {
+		if think, ok := published[digest]; !ok || think != (name == "think") {
+			t.Errorf("%s: digest %s is not that of the published template", name, digest)
+		}
+	}
 	if len(cases) < 100 {
 		t.Fatalf("%d cases", len(cases))
 	}

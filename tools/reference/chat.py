@@ -2,6 +2,7 @@
 """Make the chat corpus of model/chat/testdata: conversations as JSON and what the published Qwen3.5 template makes of them.
 
     chat.py OUT.jsonl                     the committed corpus: hand-written cases and a seeded random sample
+    chat.py OUT.jsonl --template FILE     the hand-written cases under another template (testdata/chatml.jsonl: chatml.jinja)
     chat.py OUT.jsonl --random N --seed S only random conversations, for a one-off check: go test ./model/chat -corpus OUT.jsonl
 
 Rendering is that of transformers' apply_chat_template: messages are normalised and rendered by its own functions. The template files are
@@ -295,7 +296,8 @@ def written():
 MATRIX = ["user", "one call, one result", "three turns", "three turns with calls"]  # with every template and every setting
 
 
-def corpus():
+def corpus(size):
+    """The hand-written cases, then random ones up to a size."""
     cases = []
     every = [(t, g, k) for t in ("think", "nothink") for g, k in ((True, None), (True, True), (True, False), (False, None))]
     for name, messages, tools in written():
@@ -303,7 +305,7 @@ def corpus():
         for t, g, k in variants:
             cases.append(dict(name=name, template=t, messages=dump(messages), tools=dump(tools), gen=g, thinking=k))
     g = Gen(1)
-    while len(cases) < 130:
+    while len(cases) < size:
         c = g.case("random")
         if len(c["messages"]) + len(c["tools"]) < 1200:
             cases.append(c)
@@ -316,18 +318,23 @@ def main():
     ap.add_argument("--random", type=int, default=0)
     ap.add_argument("--seed", type=int, default=1)
     ap.add_argument("--templates", type=pathlib.Path)
+    ap.add_argument("--template", type=pathlib.Path)
     a = ap.parse_args()
     folder = a.templates or pathlib.Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
-    templates = {}
-    for name, digest in DIGESTS.items():
+    templates, digests = {}, DIGESTS
+    if a.template:
+        raw = a.template.read_bytes()
+        templates = dict.fromkeys(DIGESTS, raw.decode())
+        digests = {a.template.name: hashlib.sha256(raw).hexdigest()}
+    for name, digest in () if a.template else DIGESTS.items():
         raw = (folder / f"qwen3_5_{name}.jinja").read_bytes()
         if hashlib.sha256(raw).hexdigest() != digest:
             raise SystemExit(f"{name}: the template is not the published one")
         templates[name] = raw.decode()
     g = Gen(a.seed)
-    cases = [g.case(f"random {a.seed}/{i}") for i in range(a.random)] or corpus()
+    cases = [g.case(f"random {a.seed}/{i}") for i in range(a.random)] or corpus(0 if a.template else 130)
     with open(a.out, "w", encoding="utf-8", newline="\n") as f:
-        f.write(json.dumps({"digests": DIGESTS}) + "\n")
+        f.write(json.dumps({"digests": digests}) + "\n")
         for c in cases:
             render(templates, c)
             f.write(dump({**c, "messages": Raw(c["messages"]), "tools": Raw(c["tools"])}) + "\n")
