@@ -1,6 +1,9 @@
 package model
 
-import "math"
+import (
+	"math"
+	"slices"
+)
 
 // noRank marks a pair that does not merge.
 const noRank = int32(math.MaxInt32)
@@ -18,14 +21,17 @@ func (t *Tokenizer) bpe(ids []int32, s string) []int32 {
 	if len(s) > smallPiece {
 		return t.bpeLong(ids, s)
 	}
-	var symBuf, rankBuf [smallPiece]int32
-	sym, rank := symBuf[:len(s)], rankBuf[:len(s)]
-	for i := range len(s) {
-		sym[i] = t.byteID[s[i]]
+	// rank[i] and made[i] are the merge of the pair that starts at i.
+	var symBuf, rankBuf, madeBuf [smallPiece]int32
+	n := len(s)
+	for i := range n {
+		symBuf[i] = t.byteID[s[i]]
 	}
-	for i := range sym {
-		rank[i] = t.rankAt(sym, i)
+	sym, rank, made := symBuf[:n], rankBuf[:n], madeBuf[:n]
+	for i := range n - 1 {
+		rank[i], made[i] = t.merges.get(sym[i], sym[i+1])
 	}
+	rank[n-1] = noRank
 	for {
 		best, at := noRank, -1
 		for i, r := range rank {
@@ -36,28 +42,16 @@ func (t *Tokenizer) bpe(ids []int32, s string) []int32 {
 		if at < 0 {
 			return append(ids, sym...)
 		}
-		sym[at] = t.merges[pairKey(sym[at], sym[at+1])].id
-		sym = append(sym[:at+1], sym[at+2:]...)
-		rank = append(rank[:at+1], rank[at+2:]...)
-		rank[at] = t.rankAt(sym, at)
+		sym[at] = made[at]
+		sym, rank, made = slices.Delete(sym, at+1, at+2), slices.Delete(rank, at+1, at+2), slices.Delete(made, at+1, at+2)
+		rank[at] = noRank
+		if at+1 < len(sym) {
+			rank[at], made[at] = t.merges.get(sym[at], sym[at+1])
+		}
 		if at > 0 {
-			rank[at-1] = t.rankAt(sym, at-1)
+			rank[at-1], made[at-1] = t.merges.get(sym[at-1], sym[at])
 		}
 	}
-}
-
-func (t *Tokenizer) rankAt(sym []int32, i int) int32 {
-	if i+1 >= len(sym) {
-		return noRank
-	}
-	return t.rankOf(sym[i], sym[i+1])
-}
-
-func (t *Tokenizer) rankOf(l, r int32) int32 {
-	if m, ok := t.merges[pairKey(l, r)]; ok {
-		return m.rank
-	}
-	return noRank
 }
 
 // bpeLong is bpe in O(n log n): symbols in a linked list, candidate merges in a heap ordered by rank, then position. rank[i] is the
@@ -70,17 +64,20 @@ func (t *Tokenizer) bpeLong(ids []int32, s string) []int32 {
 		next[i], prev[i], rank[i] = i+1, i-1, noRank
 	}
 	h := make(mergeHeap, 0, n)
-	update := func(i int32) {
+	rankAt := func(i int32) bool {
 		rank[i] = noRank
 		if j := next[i]; j < n {
-			if rank[i] = t.rankOf(sym[i], sym[j]); rank[i] != noRank {
-				h.push(uint64(uint32(rank[i]))<<32 | uint64(uint32(i)))
-			}
+			rank[i], _ = t.merges.get(sym[i], sym[j])
+		}
+		return rank[i] != noRank
+	}
+	entry := func(i int32) uint64 { return uint64(uint32(rank[i]))<<32 | uint64(uint32(i)) }
+	for i := range n {
+		if rankAt(i) {
+			h = append(h, entry(i))
 		}
 	}
-	for i := range n {
-		update(i)
-	}
+	slices.Sort(h) // a sorted array is a heap
 	for len(h) > 0 {
 		top := h.pop()
 		i := int32(uint32(top))
@@ -88,15 +85,17 @@ func (t *Tokenizer) bpeLong(ids []int32, s string) []int32 {
 			continue
 		}
 		j := next[i]
-		sym[i] = t.merges[pairKey(sym[i], sym[j])].id
+		_, sym[i] = t.merges.get(sym[i], sym[j])
 		rank[j] = noRank
 		next[i] = next[j]
 		if next[i] < n {
 			prev[next[i]] = i
 		}
-		update(i)
-		if prev[i] >= 0 {
-			update(prev[i])
+		if rankAt(i) {
+			h.push(entry(i))
+		}
+		if p := prev[i]; p >= 0 && rankAt(p) {
+			h.push(entry(p))
 		}
 	}
 	for i := int32(0); i < n; i = next[i] {

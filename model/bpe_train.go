@@ -7,8 +7,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-
-	"golang.org/x/text/unicode/norm"
 )
 
 // QwenSpecials lists the added tokens of Qwen3.5 in id order (model.md 5.3).
@@ -133,13 +131,13 @@ func newBPETrainer(corpus, special []string) *bpeTrainer {
 		added = append(added, addedJSON{ID: &id, Content: s})
 	}
 	cut.addTokens(added, &problems{})
-	pieces := map[string]int64{}
+	split, pieces := splitterOf(splitPattern), map[string]int64{}
 	for _, text := range corpus {
 		for text != "" {
 			var plain string
 			plain, text = cut.cutAdded(text)
-			for plain = norm.NFC.String(plain); plain != ""; {
-				n := scan(plain)
+			for plain = nfc(plain); plain != ""; {
+				n := split.scan(plain)
 				pieces[plain[:n]]++
 				plain = plain[n:]
 			}

@@ -8,10 +8,7 @@ import (
 	"io/fs"
 	"slices"
 	"strings"
-	"sync"
 	"unicode/utf8"
-
-	"golang.org/x/text/unicode/norm"
 )
 
 const (
@@ -19,34 +16,27 @@ const (
 	tokenizerConfigFile = "tokenizer_config.json"
 )
 
-// Tokenizer is Qwen3.5's byte-level BPE (model.md 5.1, 5.2). It is safe for concurrent use.
+// Tokenizer is the byte-level BPE of Qwen3.5 (model.md 5.1, 5.2), and of Qwen2 and Qwen3, whose split pattern differs. It is safe for
+// concurrent use.
 type Tokenizer struct {
 	raw     []byte
+	split   *splitter
 	tokens  [][]byte // id -> bytes; nil for an id without token
 	ids     map[string]int32
 	special []bool
-	added   map[byte][]addedToken // by first byte, longest first
+	added   [256][]addedToken // by first byte, longest first
+	starts  string            // the first bytes of added tokens
 	addedID map[string]int32
 	byteID  [256]int32
-	merges  map[uint64]merge // left id << 32 | right id
-	whole   bool             // ignore_merges: a piece that is a token is not split
-
-	mu    sync.Mutex
-	cache map[string][]int32
+	merges  mergeTable
+	whole   bool // ignore_merges: a piece that is a token is not split
+	cache   pieceCache
 }
-
-type merge struct{ rank, id int32 }
 
 type addedToken struct {
 	text string
 	id   int32
 }
-
-// Bounds of the piece cache: short pieces repeat, long ones do not.
-const (
-	maxCachedBytes  = 32
-	maxCachedPieces = 1 << 16
-)
 
 type addedJSON struct {
 	ID         *int32 `json:"id"`
@@ -150,7 +140,7 @@ func parseTokenizer(b, config []byte) (*Tokenizer, error) {
 		return nil, fmt.Errorf("parse tokenizer.json: %w", err)
 	}
 	if err := errors.Join(j.refuse()...); err != nil {
-		return nil, &Error{Op: "read tokenizer.json", Err: err, Hint: "only the tokenizer of Qwen3.5 (byte-level BPE, its own split pattern) is supported"}
+		return nil, &Error{Op: "read tokenizer.json", Err: err, Hint: "only byte-level BPE with the split pattern of Qwen3.5 or of Qwen3 is supported"}
 	}
 	if len(config) > 0 {
 		more, err := configTokens(config)
@@ -163,7 +153,7 @@ func parseTokenizer(b, config []byte) (*Tokenizer, error) {
 			}
 		}
 	}
-	t := &Tokenizer{raw: slices.Clone(b), whole: j.Model.IgnoreMerges, cache: map[string][]int32{}}
+	t := &Tokenizer{raw: slices.Clone(b), split: splitterOf(*j.PreTokenizer.Items[0].Pattern.Regex), whole: j.Model.IgnoreMerges}
 	if err := errors.Join(t.fill(&j)...); err != nil {
 		return nil, fmt.Errorf("read tokenizer.json: %w", err)
 	}
@@ -223,7 +213,9 @@ func (j *tokenizerJSON) refuse() []error {
 	if j.PostProcessor != nil && j.PostProcessor.Type != "ByteLevel" {
 		p.addf("post_processor.type = %q, want none or ByteLevel", j.PostProcessor.Type)
 	}
-	if j.Decoder != nil && j.Decoder.Type != "ByteLevel" {
+	if j.Decoder == nil {
+		p.addf("decoder = null, want ByteLevel")
+	} else if j.Decoder.Type != "ByteLevel" {
 		p.addf("decoder.type = %q, want ByteLevel", j.Decoder.Type)
 	}
 	for i, a := range j.Added {
@@ -254,8 +246,8 @@ func (t *preTokenizerJSON) refuse() []error {
 	switch {
 	case s.Pattern.Regex == nil:
 		p.addf("pre_tokenizer Split has no Regex pattern")
-	case *s.Pattern.Regex != splitPattern:
-		p.addf("pre_tokenizer Split pattern = %q, want %q", *s.Pattern.Regex, splitPattern)
+	case splitterOf(*s.Pattern.Regex) == nil:
+		p.addf("pre_tokenizer Split pattern = %q, want %q or %q", *s.Pattern.Regex, splitPattern, splitPatternNoMarks)
 	}
 	if s.Behavior != "Isolated" || s.Invert {
 		p.addf("pre_tokenizer Split behavior = %q, invert = %v, want Isolated, false", s.Behavior, s.Invert)
@@ -303,8 +295,11 @@ func (t *Tokenizer) fill(j *tokenizerJSON) []error {
 			p.addf("id %d belongs to %q and to another token", id, tok)
 			continue
 		}
-		b := fromByteChars(tok, &back)
-		t.tokens[id], t.ids[string(b)] = b, id
+		b, ok := fromByteChars(tok, &back)
+		t.tokens[id] = b
+		if ok {
+			t.ids[string(b)] = id
+		}
 	}
 	for b := range 256 {
 		id, ok := t.ids[string([]byte{byte(b)})]
@@ -314,26 +309,27 @@ func (t *Tokenizer) fill(j *tokenizerJSON) []error {
 		t.byteID[b] = id
 	}
 	t.addTokens(j.Added, &p)
-	t.merges = make(map[uint64]merge, len(j.Model.Merges))
+	t.merges = newMergeTable(len(j.Model.Merges))
 	for rank, m := range j.Model.Merges {
-		l, r := fromByteChars(m[0], &back), fromByteChars(m[1], &back)
-		li, lok := t.ids[string(l)]
-		ri, rok := t.ids[string(r)]
+		l, lok := fromByteChars(m[0], &back)
+		r, rok := fromByteChars(m[1], &back)
+		li, lin := t.ids[string(l)]
+		ri, rin := t.ids[string(r)]
 		id, ok := t.ids[string(l)+string(r)]
-		if !lok || !rok || !ok {
+		if !lok || !rok || !lin || !rin || !ok {
 			p.addf("merge %d (%q, %q): a part or the result is not in vocab", rank, m[0], m[1])
 			if len(p) >= maxReported {
 				break
 			}
 			continue
 		}
-		t.merges[pairKey(li, ri)] = merge{int32(rank), id}
+		t.merges.set(pairKey(li, ri), int32(rank), id)
 	}
 	return p
 }
 
 func (t *Tokenizer) addTokens(added []addedJSON, p *problems) {
-	t.added, t.addedID = map[byte][]addedToken{}, map[string]int32{}
+	t.addedID = map[string]int32{}
 	for _, a := range added {
 		if old, dup := t.addedID[a.Content]; dup && old != *a.ID {
 			p.addf("added token %q has ids %d and %d", a.Content, old, *a.ID)
@@ -342,6 +338,9 @@ func (t *Tokenizer) addTokens(added []addedJSON, p *problems) {
 		t.addedID[a.Content] = *a.ID
 		t.tokens[*a.ID], t.special[*a.ID] = []byte(a.Content), a.Special
 		c := a.Content[0]
+		if t.added[c] == nil {
+			t.starts += a.Content[:1]
+		}
 		t.added[c] = append(t.added[c], addedToken{a.Content, *a.ID})
 	}
 	for c := range t.added {
@@ -349,23 +348,42 @@ func (t *Tokenizer) addTokens(added []addedJSON, p *problems) {
 	}
 }
 
-func pairKey(l, r int32) uint64 { return uint64(uint32(l))<<32 | uint64(uint32(r)) }
-
-// Encode turns text into ids. Literals of added tokens in the text become those tokens: use it for text the program wrote itself.
+// Encode turns text into ids. Literals of added tokens in the text become those tokens: use it for text the program wrote itself. Bytes
+// that are not UTF-8 become the tokens of those bytes.
 func (t *Tokenizer) Encode(text string) []int32 {
-	var ids []int32
-	start := 0
-	for i := 0; i < len(text); {
-		a, ok := t.addedAt(text[i:])
+	ids := make([]int32, 0, expectedTokens(text))
+	start, at := 0, 0
+	for {
+		i := t.nextStart(text[at:])
+		if i < 0 {
+			return t.ordinary(ids, text[start:])
+		}
+		at += i
+		a, ok := t.addedAt(text[at:])
 		if !ok {
-			i++
+			at++
 			continue
 		}
-		ids = append(t.ordinary(ids, text[start:i]), a.id)
-		i += len(a.text)
-		start = i
+		ids = append(t.ordinary(ids, text[start:at]), a.id)
+		at += len(a.text)
+		start = at
 	}
-	return t.ordinary(ids, text[start:])
+}
+
+// expectedTokens is how many tokens to make room for.
+func expectedTokens(text string) int { return len(text)/4 + 4 }
+
+// nextStart finds the first byte at which an added token may start, -1 when there is none.
+func (t *Tokenizer) nextStart(s string) int {
+	if len(t.starts) == 1 {
+		return strings.IndexByte(s, t.starts[0])
+	}
+	for i := range len(s) {
+		if t.added[s[i]] != nil {
+			return i
+		}
+	}
+	return -1
 }
 
 // addedAt finds the longest added token that s starts with.
@@ -378,13 +396,16 @@ func (t *Tokenizer) addedAt(s string) (addedToken, bool) {
 	return addedToken{}, false
 }
 
-// EncodeOrdinary turns untrusted text into ids: literals of added tokens stay ordinary text. Decoding the ids gives NFC(text).
-func (t *Tokenizer) EncodeOrdinary(text string) []int32 { return t.ordinary(nil, text) }
+// EncodeOrdinary turns untrusted text into ids: literals of added tokens stay ordinary text. Decoding the ids gives NFC(text), by the
+// tables of Unicode 9.0 as the reference has it.
+func (t *Tokenizer) EncodeOrdinary(text string) []int32 {
+	return t.ordinary(make([]int32, 0, expectedTokens(text)), text)
+}
 
 func (t *Tokenizer) ordinary(ids []int32, text string) []int32 {
-	text = norm.NFC.String(text)
+	text = nfc(text)
 	for text != "" {
-		n := scan(text)
+		n := t.split.scan(text)
 		ids = t.piece(ids, text[:n])
 		text = text[n:]
 	}
@@ -396,19 +417,16 @@ func (t *Tokenizer) piece(ids []int32, s string) []int32 {
 	if len(s) > maxCachedBytes {
 		return t.bpe(ids, s)
 	}
-	t.mu.Lock()
-	got, ok := t.cache[s]
-	t.mu.Unlock()
-	if !ok {
-		got = t.bpe(nil, s)
-		t.mu.Lock()
-		if len(t.cache) >= maxCachedPieces {
-			clear(t.cache)
-		}
-		t.cache[strings.Clone(s)] = got
-		t.mu.Unlock()
+	slot := t.cache.slot(s)
+	if e := slot.Load(); e != nil && e.is(s) {
+		return append(ids, e.ids[:e.count]...)
 	}
-	return append(ids, got...)
+	start := len(ids)
+	ids = t.bpe(ids, s)
+	if n := len(ids) - start; n <= maxCachedIDs {
+		slot.Store(newCachedPiece(s, ids[start:]))
+	}
+	return ids
 }
 
 // TokenBytes returns the bytes of a token, nil for an id without one. The slice must not be changed.
@@ -441,10 +459,14 @@ func (t *Tokenizer) JSON() []byte { return t.raw }
 
 // Decode concatenates the bytes of tokens. Bytes that are not UTF-8 become U+FFFD, one for each maximal part of a broken sequence.
 func (t *Tokenizer) Decode(ids []int32) string {
-	var b []byte
+	b := make([]byte, 0, 4*len(ids))
 	for _, id := range ids {
 		b = append(b, t.TokenBytes(id)...)
 	}
+	return decodeBytes(b)
+}
+
+func decodeBytes(b []byte) string {
 	if utf8.Valid(b) {
 		return string(b)
 	}
@@ -517,14 +539,15 @@ func charToByte() [324]int16 {
 	return m
 }
 
-// fromByteChars maps a vocabulary string to bytes. A string with a character outside the alphabet stands for itself.
-func fromByteChars(s string, back *[324]int16) []byte {
+// fromByteChars maps a vocabulary string to bytes. A string with a character outside the alphabet stands for itself and is never the
+// result of encoding; the second result is then false.
+func fromByteChars(s string, back *[324]int16) ([]byte, bool) {
 	b := make([]byte, 0, len(s))
 	for _, r := range s {
 		if int(r) >= len(back) || back[r] < 0 {
-			return []byte(s)
+			return []byte(s), false
 		}
 		b = append(b, byte(back[r]))
 	}
-	return b
+	return b, true
 }
