@@ -8,21 +8,22 @@ import (
 
 func pairKey(l, r int32) uint64 { return uint64(uint32(l))<<32 | uint64(uint32(r)) }
 
-// mergeTable maps pairs to merges: open addressing with linear probing, at most half full.
+// mergeTable maps pairs to merges: open addressing with linear probing, at most half full. Pairs of single bytes have a table of their own.
 type mergeTable struct {
 	slots []mergeSlot
-	shift uint // 64 - log2(len(slots))
+	shift uint            // 64 - log2(len(slots))
+	pairs *[1 << 16]merge // left byte << 8 | right byte
 }
 
 // mergeSlot is free when its key is 0; keys are pair keys plus one.
 type mergeSlot struct {
-	key      uint64
-	rank, id int32
+	key   uint64
+	merge merge
 }
 
 func newMergeTable(n int) mergeTable {
 	log := bits.Len(uint(2*n + 1))
-	return mergeTable{make([]mergeSlot, 1<<log), uint(64 - log)}
+	return mergeTable{slots: make([]mergeSlot, 1<<log), shift: uint(64 - log)}
 }
 
 // find returns the slot of a pair, or the free one where it belongs.
@@ -36,15 +37,26 @@ func (t *mergeTable) find(pair uint64) *mergeSlot {
 	}
 }
 
-func (t *mergeTable) set(pair uint64, rank, id int32) { *t.find(pair) = mergeSlot{pair + 1, rank, id} }
+func (t *mergeTable) set(pair uint64, m merge) { *t.find(pair) = mergeSlot{pair + 1, m} }
 
-// get returns the rank and the product of a pair, noRank when it does not merge.
-func (t *mergeTable) get(l, r int32) (rank, id int32) {
+// get returns the merge of a pair, noMerge when there is none.
+func (t *mergeTable) get(l, r int32) merge {
 	if s := t.find(pairKey(l, r)); s.key != 0 {
-		return s.rank, s.id
+		return s.merge
 	}
-	return noRank, 0
+	return noMerge
 }
+
+// fillBytes makes the table of byte pairs; ids are those of single bytes.
+func (t *mergeTable) fillBytes(ids *[256]int32) {
+	t.pairs = new([1 << 16]merge)
+	for i := range t.pairs {
+		t.pairs[i] = t.get(ids[i>>8], ids[i&0xff])
+	}
+}
+
+// bytes is get of the tokens of two bytes.
+func (t *mergeTable) bytes(l, r byte) merge { return t.pairs[int(l)<<8|int(r)] }
 
 // pieceCache remembers the ids of short pieces. Each piece has one slot, which the latest piece takes; readers and writers do not lock.
 type pieceCache struct {

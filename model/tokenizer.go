@@ -129,7 +129,7 @@ func LoadTokenizer(fsys fs.FS) (*Tokenizer, error) {
 }
 
 // ParseTokenizer parses the content of tokenizer.json. It refuses, naming every value found, whatever it would not compute exactly:
-// other models, normalisers, pre-tokenizers and patterns.
+// other models, normalisers, pre-tokenizers and patterns. Truncation and padding are ignored, as transformers does.
 func ParseTokenizer(tokenizerJSON []byte) (*Tokenizer, error) {
 	return parseTokenizer(tokenizerJSON, nil)
 }
@@ -323,8 +323,9 @@ func (t *Tokenizer) fill(j *tokenizerJSON) []error {
 			}
 			continue
 		}
-		t.merges.set(pairKey(li, ri), int32(rank), id)
+		t.merges.set(pairKey(li, ri), newMerge(int32(rank), id))
 	}
+	t.merges.fillBytes(&t.byteID)
 	return p
 }
 
@@ -403,26 +404,27 @@ func (t *Tokenizer) EncodeOrdinary(text string) []int32 {
 }
 
 func (t *Tokenizer) ordinary(ids []int32, text string) []int32 {
-	text = nfc(text)
-	for text != "" {
+	m := mergers.Get().(*merger)
+	for text = nfc(text); text != ""; {
 		n := t.split.scan(text)
-		ids = t.piece(ids, text[:n])
+		ids = t.piece(m, ids, text[:n])
 		text = text[n:]
 	}
+	m.release()
 	return ids
 }
 
 // piece appends the ids of one piece.
-func (t *Tokenizer) piece(ids []int32, s string) []int32 {
+func (t *Tokenizer) piece(m *merger, ids []int32, s string) []int32 {
 	if len(s) > maxCachedBytes {
-		return t.bpe(ids, s)
+		return t.bpe(m, ids, s)
 	}
 	slot := t.cache.slot(s)
 	if e := slot.Load(); e != nil && e.is(s) {
 		return append(ids, e.ids[:e.count]...)
 	}
 	start := len(ids)
-	ids = t.bpe(ids, s)
+	ids = t.bpe(m, ids, s)
 	if n := len(ids) - start; n <= maxCachedIDs {
 		slot.Store(newCachedPiece(s, ids[start:]))
 	}

@@ -202,7 +202,7 @@ func BenchmarkPeerRepeated(b *testing.B) {
 	for _, dir := range peerFolders(b, tokenizerFile) {
 		tok := loadPeer(b, dir)
 		for _, c := range repeated {
-			for _, mb := range []int{1, 4, 10} {
+			for _, mb := range []int{1, 10} {
 				s := ofSize(c.text, mb*1_000_000)
 				b.Run(fmt.Sprintf("%s/%s/%dMB", filepath.Base(dir), c.name, mb), func(b *testing.B) {
 					b.SetBytes(int64(len(s)))
