@@ -197,12 +197,14 @@ class Tiktoken:
         self.split = re.compile("(" + "|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) + ")")
         self.nfc = normalizers.NFC().normalize_str
         self.same, self.other, self.shown = 0, collections.Counter(), 0
-        self.tok, self.bytes = tok, {r: t for t, r in self.ranks.items()}
+        doc = json.loads(tok.to_str())
+        doc["model"]["ignore_merges"] = False
+        self.merging, self.bytes = Tokenizer.from_str(json.dumps(doc)), {r: t for t, r in self.ranks.items()}
 
     def unreached(self, token):
         """Whether merges do not give the token for its own text; a rank encoder has further ways to build a token."""
         text = self.bytes.get(token, b"").decode("utf-8", "replace")
-        return "\ufffd" not in text and self.tok.encode(text, add_special_tokens=False).ids != [token]
+        return "\ufffd" not in text and self.merging.encode(text, add_special_tokens=False).ids != [token]
 
     def compare(self, text, ids):
         got = []
