@@ -58,6 +58,8 @@ type Server struct {
 	once   sync.Once
 }
 
+var starting sync.Mutex
+
 // Start builds an empty engine and begins to accept connections. The caller
 // closes it.
 func Start(o Options) (*Server, error) {
@@ -65,7 +67,9 @@ func Start(o Options) (*Server, error) {
 		return nil, err
 	}
 	inner := memory.NewDBProvider()
+	starting.Lock() // every new engine writes the library's status variables again
 	engine := sqle.NewDefault(provider{inner})
+	starting.Unlock()
 	s := &Server{engine: engine, lis: newListener()}
 	srv, err := server.NewServer(server.Config{Protocol: "tcp", Address: "memory", Listener: s.lis, DisableClientMultiStatements: true,
 		MaxLoggedQueryLen: -1}, engine, gsql.NewContext, memory.NewSessionBuilder(inner), nil)
