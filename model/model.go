@@ -32,6 +32,9 @@ type LoadOptions struct {
 	SkipFiniteCheck bool
 }
 
+// FS is the tokenizer and template files that came with the weights.
+func (m *Model) FS() fs.FS { return memFS(m.Files) }
+
 // sideFiles are the files of a checkpoint directory that Save carries over.
 func sideFiles() []string {
 	return []string{"tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",

@@ -99,7 +99,14 @@ func Assemble(cfg Config, m *model.Model, e env.Env, pool *harness.Pool, o Assem
 	if err != nil {
 		return nil, err
 	}
-	d := &Deps{Env: e, Pool: pool, Tokens: m.Tok, Renderer: chat.NewRenderer(false), Stop: stop}
+	renderer, err := chat.FromCheckpoint(m.FS())
+	if errors.Is(err, chat.ErrNoTemplate) { // as the shipped checkpoint: the published format, without thinking
+		renderer, err = chat.NewRenderer(false), nil
+	}
+	if err != nil {
+		return nil, &Error{Op: "assemble trainer", Err: err, Hint: "put a Qwen3.5 chat_template.jinja into the model directory"}
+	}
+	d := &Deps{Env: e, Pool: pool, Tokens: m.Tok, Renderer: renderer, Stop: stop}
 	return d, d.build(cfg, m, o)
 }
 

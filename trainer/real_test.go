@@ -2,6 +2,7 @@ package trainer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"testing"
@@ -9,6 +10,7 @@ import (
 	"harness-s/env/harness"
 	"harness-s/kernels"
 	"harness-s/model"
+	"harness-s/model/chat"
 )
 
 // realModel is a small random model on the CPU.
@@ -125,5 +127,29 @@ func TestRealModelPreemption(t *testing.T) {
 				t.Errorf("attempt %d turn %d differs", i, n)
 			}
 		}
+	}
+}
+
+// Assemble renders with the checkpoint's own chat template, and refuses one it cannot render with.
+func TestAssembleTakesTheTemplate(t *testing.T) {
+	m := realModel(t, 1)
+	shipped, err := model.TinyFS()
+	if errors.Is(err, model.ErrNoTiny) {
+		t.Skip("no embedded checkpoint in this build; run: make tiny")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m.Tok, err = model.LoadTokenizer(shipped); err != nil {
+		t.Fatal(err)
+	}
+	m.Config.EOS = []int32{1}
+	m.Files = map[string][]byte{"chat_template.jinja": []byte("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")}
+	w := newWorld(t, rates(0), byRate)
+	cfg := Defaults()
+	cfg.Rollout.Slots, cfg.Model.MaxLen = 2, 64
+	_, err = Assemble(cfg, m, w.deps.Env, w.deps.Pool, AssembleOptions{})
+	if !errors.Is(err, chat.ErrTemplate) {
+		t.Errorf("a template without <|im_end|>: %v", err)
 	}
 }
