@@ -133,7 +133,7 @@ func (c *Checkpoint) openShards(fsys fs.FS, idx []byte, open func(string) (*Safe
 			p = append(p, err)
 		}
 	}
-	return errors.Join(p...)
+	return p.err()
 }
 
 func (c *Checkpoint) add(file int, stored string) error {
@@ -221,12 +221,5 @@ func (c *Checkpoint) Check(cfg *Config) error {
 	if len(p) == 0 {
 		return nil
 	}
-	if len(p) > maxReported {
-		n := len(p) - maxReported
-		p = append(p[:maxReported], fmt.Errorf("and %d more", n))
-	}
-	return &Error{Op: "check " + c.origin, Err: errors.Join(p...), Hint: "config.json and the weights must come from one checkpoint"}
+	return &Error{Op: "check " + c.origin, Err: p.err(), Hint: "config.json and the weights must come from one checkpoint"}
 }
-
-// maxReported bounds a list of problems that all have the same cause.
-const maxReported = 20

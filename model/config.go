@@ -106,6 +106,17 @@ type problems []error
 
 func (p *problems) addf(format string, a ...any) { *p = append(*p, fmt.Errorf(format, a...)) }
 
+// maxReported bounds the list of an error: what follows mostly has the same cause.
+const maxReported = 20
+
+// err is nil without problems, else lists the first ones and counts the rest.
+func (p problems) err() error {
+	if n := len(p) - maxReported; n > 0 {
+		p = append(p[:maxReported:maxReported], fmt.Errorf("and %d more", n))
+	}
+	return errors.Join(p...)
+}
+
 // ParseConfig reads a Hugging Face config.json, with the text values at the top level or nested in text_config. It reports every
 // problem at once, each with key and value.
 func ParseConfig(b []byte) (*Config, error) {
@@ -135,7 +146,7 @@ func ParseConfig(b []byte) (*Config, error) {
 		c.TieEmbeddings = *txt.Tie
 	}
 	p = append(p, c.check()...)
-	if err := errors.Join(p...); err != nil {
+	if err := p.err(); err != nil {
 		return nil, fmt.Errorf("read config.json: %w", err)
 	}
 	return c, nil

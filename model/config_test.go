@@ -144,3 +144,17 @@ func TestConfigRoundTrip(t *testing.T) {
 		t.Errorf("interval form: %+v", old)
 	}
 }
+
+func TestProblemsAreCapped(t *testing.T) {
+	var p problems
+	if p.err() != nil {
+		t.Error("no problems are an error")
+	}
+	for i := range maxReported + 5 {
+		p.addf("problem %d", i)
+	}
+	lines := strings.Split(p.err().Error(), "\n")
+	if len(lines) != maxReported+1 || lines[maxReported] != "and 5 more" || len(p) != maxReported+5 {
+		t.Errorf("%d lines, the last %q", len(lines), lines[len(lines)-1])
+	}
+}

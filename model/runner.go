@@ -2,7 +2,6 @@ package model
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math"
 
@@ -301,7 +300,7 @@ func (r *Runner) checkWork(work []Work) error {
 		}
 	}
 	if len(p) > 0 {
-		return fmt.Errorf("sampler step: %w", errors.Join(p...))
+		return fmt.Errorf("sampler step: %w", p.err())
 	}
 	return nil
 }

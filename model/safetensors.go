@@ -161,7 +161,7 @@ func ParseSafetensors(b []byte) (*Safetensors, error) {
 				s.tensors[spans[i].tensor].Name, spans[i].begin, spans[i].end)
 		}
 	}
-	if err := errors.Join(p...); err != nil {
+	if err := p.err(); err != nil {
 		return nil, err
 	}
 	return s, nil

@@ -81,15 +81,6 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 	if err != nil {
 		return err
 	}
-	if c.Out != "" {
-		b, err := json.MarshalIndent(rep, "", " ")
-		if err != nil {
-			return fmt.Errorf("encode report: %w", err)
-		}
-		if err := trainer.WriteAtomic(c.Out, append(b, '\n')); err != nil {
-			return err
-		}
-	}
 	g.say("%s, %s harness, %d tasks x %d attempts (95%% bootstrap interval)", rep.Split, rep.Mode, rep.Tasks, rep.Attempts)
 	g.say("  Pass@1 %5.1f %%  [%.1f, %.1f]", 100*rep.Pass1.Strict.Mean, 100*rep.Pass1.Strict.Low, 100*rep.Pass1.Strict.High)
 	g.say("  Pass@%d %5.1f %%  [%.1f, %.1f]", rep.K, 100*rep.PassK.Strict.Mean, 100*rep.PassK.Strict.Low, 100*rep.PassK.Strict.High)
@@ -100,9 +91,18 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 		g.say("  %-12s %4d tasks  Pass@1 %5.1f %%  Pass@%d %5.1f %%  %s", q.Group, q.Tasks, 100*q.Pass1, rep.K, 100*q.PassK, bar(q.PassK, 20))
 	}
 	if g.JSON {
-		return g.emit(rep)
+		if err := g.emit(rep); err != nil {
+			return err
+		}
 	}
-	return nil
+	if c.Out == "" { // written last: a full disk then costs the file, not the result
+		return nil
+	}
+	b, err := json.MarshalIndent(rep, "", " ")
+	if err != nil {
+		return fmt.Errorf("encode report: %w", err)
+	}
+	return trainer.WriteAtomic(c.Out, append(b, '\n'))
 }
 
 // fromRun points configuration and checkpoint at --run, and returns the newest evidence for routed mode.

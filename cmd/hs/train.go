@@ -315,6 +315,10 @@ func (c *trainCmd) table(g *globals, s *trainer.Summary) {
 	}
 	row("Pass@1", s.Before.Pass1.Strict, s.After.Pass1.Strict)
 	row(fmt.Sprintf("Pass@%d", s.After.K), s.Before.PassK.Strict, s.After.PassK.Strict)
-	fmt.Fprintf(g.out, "groups %d · all-fail %d · rescued %d · rescues with a success %d · %.0f s training, %.0f s in all, %.0f MiB peak\n",
-		s.Groups, s.AllFailGroups, s.RescuedGroups, s.RescueSuccesses, s.TrainSeconds, s.TotalSeconds, s.PeakRSSMiB)
+	all := "in all"
+	if c.Resume {
+		all = "since it was resumed"
+	}
+	fmt.Fprintf(g.out, "groups %d · all-fail %d · rescued %d · rescues with a success %d · %.0f s training, %.0f s %s, %.0f MiB peak\n",
+		s.Groups, s.AllFailGroups, s.RescuedGroups, s.RescueSuccesses, s.TrainSeconds, s.TotalSeconds, all, s.PeakRSSMiB)
 }
