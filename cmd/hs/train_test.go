@@ -2,6 +2,7 @@ package main
 
 import (
 	"os"
+	"os/signal"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -57,6 +58,9 @@ func TestResumeOfDamagedCheckpointsIsRefused(t *testing.T) {
 
 // The end of the terminal is a request to stop, like Ctrl-C.
 func TestHangupAsksToStop(t *testing.T) {
+	heard := make(chan os.Signal, 2)
+	signal.Notify(heard, syscall.SIGHUP) // also when the test itself runs under nohup
+	defer signal.Stop(heard)
 	stop, done := orHangup(make(chan struct{}))
 	defer done()
 	if err := syscall.Kill(os.Getpid(), syscall.SIGHUP); err != nil {
