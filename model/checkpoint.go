@@ -19,6 +19,8 @@ import (
 type Checkpoint struct {
 	files  []*Safetensors
 	byName map[string]place
+	stored map[place]bool // every tensor, ignored ones included; filled when all is set
+	all    bool
 	origin string
 }
 
@@ -41,15 +43,18 @@ func textName(stored string) (name string, ok bool) {
 
 // OpenCheckpoint opens the weights of a directory by memory mapping: model.safetensors, or the shards that
 // model.safetensors.index.json names.
-func OpenCheckpoint(dir string) (*Checkpoint, error) {
-	return openCheckpoint(os.DirFS(dir), dir, func(name string) (*Safetensors, error) {
+func OpenCheckpoint(dir string) (*Checkpoint, error) { return openDir(dir, false) }
+
+// openDir maps the weights of a directory; all asks for the ignored tensors and the shards that hold nothing else too.
+func openDir(dir string, all bool) (*Checkpoint, error) {
+	return openCheckpoint(os.DirFS(dir), dir, all, func(name string) (*Safetensors, error) {
 		return ReadSafetensors(filepath.Join(dir, filepath.FromSlash(name)))
 	})
 }
 
 // OpenCheckpointFS opens the weights in a file system, reading each file into memory.
 func OpenCheckpointFS(fsys fs.FS) (*Checkpoint, error) {
-	return openCheckpoint(fsys, "checkpoint", func(name string) (*Safetensors, error) {
+	return openCheckpoint(fsys, "checkpoint", false, func(name string) (*Safetensors, error) {
 		b, err := fs.ReadFile(fsys, name)
 		if err != nil {
 			return nil, err
@@ -62,8 +67,8 @@ func OpenCheckpointFS(fsys fs.FS) (*Checkpoint, error) {
 	})
 }
 
-func openCheckpoint(fsys fs.FS, origin string, open func(string) (*Safetensors, error)) (_ *Checkpoint, err error) {
-	c := &Checkpoint{byName: map[string]place{}, origin: origin}
+func openCheckpoint(fsys fs.FS, origin string, all bool, open func(string) (*Safetensors, error)) (_ *Checkpoint, err error) {
+	c := &Checkpoint{byName: map[string]place{}, stored: map[place]bool{}, origin: origin, all: all}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, c.Close())
@@ -90,7 +95,7 @@ func openCheckpoint(fsys fs.FS, origin string, open func(string) (*Safetensors, 
 	return c, c.openShards(fsys, idx, open)
 }
 
-// openShards opens every shard that holds a text tensor; the index alone says which.
+// openShards opens every shard that holds a wanted tensor; the index alone says which.
 func (c *Checkpoint) openShards(fsys fs.FS, idx []byte, open func(string) (*Safetensors, error)) error {
 	var index struct {
 		WeightMap map[string]string `json:"weight_map"`
@@ -105,7 +110,7 @@ func (c *Checkpoint) openShards(fsys fs.FS, idx []byte, open func(string) (*Safe
 	var p problems
 	for _, name := range slices.Sorted(maps.Keys(index.WeightMap)) {
 		file := index.WeightMap[name]
-		if _, ok := textName(name); !ok {
+		if _, ok := textName(name); !ok && !c.all {
 			continue
 		}
 		i, opened := at[file]
@@ -137,6 +142,9 @@ func (c *Checkpoint) openShards(fsys fs.FS, idx []byte, open func(string) (*Safe
 }
 
 func (c *Checkpoint) add(file int, stored string) error {
+	if c.all {
+		c.stored[place{file, stored}] = true
+	}
 	name, ok := textName(stored)
 	if !ok {
 		return nil

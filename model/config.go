@@ -378,7 +378,10 @@ func (c *Config) NumLinear() int { return len(c.LayerTypes) - c.NumFull() }
 
 // JSON returns a flat, text-only config.json for a float32 checkpoint with text-only tensor names. Keys that were read and are not
 // known here stay.
-func (c *Config) JSON() []byte {
+func (c *Config) JSON() []byte { return c.flat("float32") }
+
+// flat is JSON for weights of a dtype.
+func (c *Config) flat(dtype string) []byte {
 	m := map[string]json.RawMessage{}
 	if c.raw != nil {
 		var top map[string]json.RawMessage
@@ -430,7 +433,7 @@ func (c *Config) JSON() []byte {
 	}
 	set("architectures", []string{"Qwen3_5ForCausalLM"})
 	set("model_type", "qwen3_5_text")
-	set("dtype", "float32")
+	set("dtype", dtype)
 	set("layer_types", types)
 	set("tie_word_embeddings", c.TieEmbeddings)
 	b, err := json.MarshalIndent(m, "", "  ")

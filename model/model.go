@@ -9,7 +9,6 @@ import (
 	"math"
 	"math/rand/v2"
 	"os"
-	"path/filepath"
 	"strings"
 
 	"harness-s/kernels"
@@ -161,27 +160,8 @@ func initial(e Entry, seed uint64, std float64) []float32 {
 }
 
 // Save writes a Hugging Face directory: a flat text-only config.json, float32 model.safetensors with text-only names, and the
-// tokenizer and template files that were loaded. See WriteCheckpoint for what is atomic.
-func (m *Model) Save(dir string) error {
-	files := map[string][]byte{configFile: m.Config.JSON()}
-	for name, b := range m.Files {
-		files[filepath.Base(name)] = b
-	}
-	if m.Tok != nil {
-		files[tokenizerFile] = m.Tok.JSON()
-	}
-	var ts []source
-	for _, e := range m.Params.entries {
-		ts = append(ts, source{e.Name, "F32", e.Shape, 4 * e.Len, func() ([]byte, error) {
-			v, err := m.Params.ReadF32(Weights, e.Name)
-			if err != nil {
-				return nil, err
-			}
-			return (&Params{DType: kernels.F32}).encode(v), nil
-		}})
-	}
-	return writeCheckpoint(dir, files, ts, 0)
-}
+// tokenizer and template files that were loaded. It is what a run's checkpoint holds; SaveAs writes other forms.
+func (m *Model) Save(dir string) error { return m.SaveAs(dir, SaveOptions{}) }
 
 // WeightsSHA256 returns the hexadecimal SHA-256 of the weights in table order, in the dtype they are held in.
 func (m *Model) WeightsSHA256() (string, error) { return m.Params.sha256(Weights) }

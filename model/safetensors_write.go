@@ -7,10 +7,13 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"harness-s/kernels"
 )
 
 // Names of the files of a checkpoint directory.
@@ -20,18 +23,26 @@ const (
 	indexFile   = "model.safetensors.index.json"
 )
 
-// source is a tensor to write; data produces its bytes when its turn comes, so that a whole model never lies twice in host memory.
+// source is a tensor to write; write produces its bytes when its turn comes, so that a whole model never lies twice in host memory.
 type source struct {
 	name, dtype string
 	shape       []int
 	bytes       int64
-	data        func() ([]byte, error)
+	write       func(io.Writer) error
+}
+
+// view is a source whose bytes are at hand, such as those of a mapped file.
+func view(t NamedTensor) source {
+	return source{t.Name, t.DType, t.Shape, int64(len(t.Data)), func(w io.Writer) error {
+		_, err := w.Write(t.Data)
+		return err
+	}}
 }
 
 func sources(ts []NamedTensor) []source {
 	out := make([]source, len(ts))
 	for i, t := range ts {
-		out[i] = source{t.Name, t.DType, t.Shape, int64(len(t.Data)), func() ([]byte, error) { return t.Data, nil }}
+		out[i] = view(t)
 	}
 	return out
 }
@@ -51,19 +62,28 @@ func writeSafetensors(path string, ts []source, meta map[string]string) error {
 			return err
 		}
 		for _, t := range ts {
-			b, err := t.data()
-			if err != nil {
+			n := counter{w: w}
+			if err := t.write(&n); err != nil {
 				return fmt.Errorf("tensor %q: %w", t.name, err)
 			}
-			if int64(len(b)) != t.bytes {
-				return fmt.Errorf("tensor %q: %d bytes, header says %d", t.name, len(b), t.bytes)
-			}
-			if _, err := w.Write(b); err != nil {
-				return err
+			if n.bytes != t.bytes {
+				return fmt.Errorf("tensor %q: %d bytes, header says %d", t.name, n.bytes, t.bytes)
 			}
 		}
 		return nil
 	})
+}
+
+// counter counts what passes through to w.
+type counter struct {
+	w     io.Writer
+	bytes int64
+}
+
+func (c *counter) Write(b []byte) (int, error) {
+	n, err := c.w.Write(b)
+	c.bytes += int64(n)
+	return n, err
 }
 
 // encodeHeader returns the length word and the JSON header, padded with spaces so that the data start at a multiple of 8.
@@ -269,4 +289,47 @@ func removeIfThere(path string) error {
 		return fmt.Errorf("remove %s: %w", path, err)
 	}
 	return nil
+}
+
+// EncodeFloat32 is the inverse of DecodeFloat32: BF16 and F16 are rounded to nearest even.
+func EncodeFloat32(dst []byte, dtype string, src []float32) error {
+	if size := dtypeBytes(dtype); size == 0 || len(dst) != size*len(src) {
+		return fmt.Errorf("%d bytes for %d elements of %q", len(dst), len(src), dtype)
+	}
+	le := binary.LittleEndian
+	switch dtype {
+	case "F32":
+		for i, x := range src {
+			le.PutUint32(dst[4*i:], math.Float32bits(x))
+		}
+	case "BF16":
+		kernels.ToBF16s(dst, src)
+	case "F16":
+		for i, x := range src {
+			le.PutUint16(dst[2*i:], floatToHalf(x))
+		}
+	case "F64":
+		for i, x := range src {
+			le.PutUint64(dst[8*i:], math.Float64bits(float64(x)))
+		}
+	default:
+		return fmt.Errorf("dtype %s is not a floating-point type written here", dtype)
+	}
+	return nil
+}
+
+// floatToHalf rounds to the nearest IEEE half, ties to even; NaN stays a quiet NaN with its sign.
+func floatToHalf(f float32) uint16 {
+	b := math.Float32bits(f)
+	sign, abs := uint16(b>>16)&0x8000, b&0x7fffffff
+	switch {
+	case abs > 0x7f800000:
+		return sign | 0x7e00
+	case abs >= 0x477ff000: // 65520 and above
+		return sign | 0x7c00
+	case abs < 0x38800000: // below 2^-14: a multiple of 2^-24
+		return sign | uint16(math.RoundToEven(float64(math.Float32frombits(abs))*(1<<24)))
+	}
+	abs -= 0x38000000 // exponent bias 127 to 15
+	return sign | uint16((abs+0xfff+abs>>13&1)>>13)
 }
