@@ -82,6 +82,8 @@ type cli struct {
 	Doctor  doctorCmd  `cmd:"" help:"Check machine, device, checkpoint, environment, disk; --parity checks the numerics."`
 	Bench   benchCmd   `cmd:"" help:"Measure decode, prefill, train, a whole step, kernels."`
 	Version versionCmd `cmd:"" help:"Version, commit, build, ABI."`
+
+	InitModel initModelCmd `cmd:"" name:"init-model" help:"Write a checkpoint of a released shape with random weights."`
 }
 
 func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
