@@ -123,7 +123,12 @@ func readStored(t *testing.T, dir string) (map[string]NamedTensor, int) {
 		if s.Metadata["format"] != "pt" {
 			t.Errorf("%s: metadata %v", f, s.Metadata)
 		}
+		at := 0
 		for _, x := range s.tensors {
+			if at%dtypeBytes(x.DType) != 0 {
+				t.Errorf("%s: %s starts at byte %d of the data", x.Name, x.DType, at)
+			}
+			at += len(x.Data)
 			if _, dup := out[x.Name]; dup {
 				t.Errorf("%s is stored twice", x.Name)
 			}

@@ -243,7 +243,7 @@ func writeCheckpoint(dir string, files map[string][]byte, ts []source, maxShard 
 func writeShards(dir string, ts []source, maxShard int64) error {
 	meta := map[string]string{"format": "pt"}
 	if maxShard == 0 {
-		if err := writeSafetensors(filepath.Join(dir, weightsFile), ts, meta); err != nil {
+		if err := writeSafetensors(filepath.Join(dir, weightsFile), aligned(ts), meta); err != nil {
 			return err
 		}
 		return removeIfThere(filepath.Join(dir, indexFile))
@@ -264,7 +264,7 @@ func writeShards(dir string, ts []source, maxShard int64) error {
 	}{map[string]int64{"total_size": total}, map[string]string{}}
 	for i, shard := range shards {
 		name := fmt.Sprintf("model-%05d-of-%05d.safetensors", i+1, len(shards))
-		if err := writeSafetensors(filepath.Join(dir, name), shard, meta); err != nil {
+		if err := writeSafetensors(filepath.Join(dir, name), aligned(shard), meta); err != nil {
 			return err
 		}
 		for _, t := range shard {
@@ -282,6 +282,14 @@ func writeShards(dir string, ts []source, maxShard int64) error {
 		return err
 	}
 	return removeIfThere(filepath.Join(dir, weightsFile))
+}
+
+// aligned orders tensors by falling element size, else as they come, so that each starts at a multiple of its element size, as the
+// reference writer lays them out: a reader that maps the file then makes no unaligned access.
+func aligned(ts []source) []source {
+	ts = slices.Clone(ts)
+	slices.SortStableFunc(ts, func(a, b source) int { return dtypeBytes(b.dtype) - dtypeBytes(a.dtype) })
+	return ts
 }
 
 func removeIfThere(path string) error {
