@@ -83,6 +83,7 @@ type cli struct {
 	Bench   benchCmd   `cmd:"" help:"Measure decode, prefill, train, a whole step, kernels."`
 	Version versionCmd `cmd:"" help:"Version, commit, build, ABI."`
 
+	Generate  generateCmd  `cmd:"" help:"Sample a continuation of a prompt from a checkpoint."`
 	Score     scoreCmd     `cmd:"" help:"Log-probabilities of given tokens or text under a checkpoint."`
 	InitModel initModelCmd `cmd:"" name:"init-model" help:"Write a checkpoint of a released shape with random weights."`
 }
