@@ -129,7 +129,7 @@ func randomBytes(cfg *Config, dtype string) int64 {
 
 // RandomSize returns what WriteRandom needs on disk: tensors, header and config.json.
 func RandomSize(cfg *Config, configJSON []byte, dtype string) (int64, error) {
-	ts, err := randomSources(cfg, dtype)
+	_, ts, err := randomSources(cfg, dtype)
 	if err != nil {
 		return 0, err
 	}
@@ -140,13 +140,20 @@ func RandomSize(cfg *Config, configJSON []byte, dtype string) (int64, error) {
 	return randomBytes(cfg, dtype) + int64(len(head)+len(configJSON)), nil
 }
 
-// randomSources lists the tensors to write with their published names; they have no data function.
-func randomSources(cfg *Config, dtype string) ([]source, error) {
+// randomSources lists the tensors to write, and the same with their published names, float32 first so that each starts at a multiple of
+// its element size. The sources have no data function.
+func randomSources(cfg *Config, dtype string) (specs []TensorSpec, ts []source, err error) {
 	if _, err := longDType(dtype); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	var ts []source
-	for _, t := range cfg.Tensors() {
+	for _, keep := range []bool{true, false} {
+		for _, t := range cfg.Tensors() {
+			if t.KeepF32 == keep {
+				specs = append(specs, t)
+			}
+		}
+	}
+	for _, t := range specs {
 		s := source{name: t.Name, dtype: dtype, shape: t.Shape}
 		if rest, ok := strings.CutPrefix(t.Name, "model."); ok {
 			s.name = "model.language_model." + rest
@@ -157,14 +164,14 @@ func randomSources(cfg *Config, dtype string) ([]source, error) {
 		s.bytes = t.Elems() * int64(dtypeBytes(s.dtype))
 		ts = append(ts, s)
 	}
-	return ts, nil
+	return specs, ts, nil
 }
 
 // WriteRandom writes a checkpoint with the weights of NewRandom, in the storage type asked for, to a directory that is empty or does not
 // exist. Host memory stays at a few MiB: values are drawn and written in runs. config.json comes last, so that a directory without it is
 // incomplete; after an error or the end of ctx nothing stays in it.
 func WriteRandom(ctx context.Context, dir string, cfg *Config, configJSON []byte, o RandomOptions) (err error) {
-	ts, err := randomSources(cfg, o.DType)
+	specs, ts, err := randomSources(cfg, o.DType)
 	if err != nil {
 		return err
 	}
@@ -186,7 +193,7 @@ func WriteRandom(ctx context.Context, dir string, cfg *Config, configJSON []byte
 		if _, err := f.Write(head); err != nil {
 			return err
 		}
-		for i, t := range cfg.Tensors() {
+		for i, t := range specs {
 			if err := w.tensor(f, t, ts[i].dtype); err != nil {
 				return err
 			}

@@ -157,3 +157,23 @@ func dirBytes(t *testing.T, dir string) int64 {
 	}
 	return n
 }
+
+// TestRandomSourcesAligned checks that every tensor starts at a multiple of its element size, with odd sizes too.
+func TestRandomSourcesAligned(t *testing.T) {
+	cfg := TinyConfig()
+	cfg.Hidden, cfg.Intermediate, cfg.VocabSize = 129, 385, 1023
+	_, ts, err := randomSources(cfg, "BF16")
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := int64(0)
+	for _, s := range ts {
+		if size := int64(dtypeBytes(s.dtype)); at%size != 0 {
+			t.Errorf("%s: %s at byte %d", s.name, s.dtype, at)
+		}
+		at += s.bytes
+	}
+	if len(ts) != len(cfg.Tensors()) {
+		t.Errorf("%d tensors, want %d", len(ts), len(cfg.Tensors()))
+	}
+}
