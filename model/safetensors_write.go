@@ -238,11 +238,15 @@ func writeCheckpoint(dir string, files map[string][]byte, ts []source, maxShard 
 	return nil
 }
 
-// writeShards writes the weight files; maxShard 0 means one file. The form that is not written is removed last, so that a reader of an
-// existing directory never finds two sets of weights.
+// writeShards writes the weight files: one, without an index, when all fits into maxShard or that is 0. The form that is not written is
+// removed last, so that a reader of an existing directory never finds two sets of weights.
 func writeShards(dir string, ts []source, maxShard int64) error {
 	meta := map[string]string{"format": "pt"}
-	if maxShard == 0 {
+	var bytes int64
+	for _, t := range ts {
+		bytes += t.bytes
+	}
+	if maxShard == 0 || bytes <= maxShard {
 		if err := writeSafetensors(filepath.Join(dir, weightsFile), aligned(ts), meta); err != nil {
 			return err
 		}

@@ -85,6 +85,7 @@ type cli struct {
 
 	Generate  generateCmd  `cmd:"" help:"Sample a continuation of a prompt from a checkpoint."`
 	Score     scoreCmd     `cmd:"" help:"Log-probabilities of given tokens or text under a checkpoint."`
+	Convert   convertCmd   `cmd:"" help:"Write a checkpoint for other programs, keeping what the original had besides the text weights."`
 	InitModel initModelCmd `cmd:"" name:"init-model" help:"Write a checkpoint of a released shape with random weights."`
 }
 
