@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 
 	"harness-s/env"
 	"harness-s/env/harness"
@@ -95,18 +96,14 @@ func Assemble(cfg Config, m *model.Model, e env.Env, pool *harness.Pool, o Assem
 		return nil, &Error{Op: "assemble trainer", Err: errors.New("the model directory has no tokenizer.json"),
 			Hint: "copy tokenizer.json next to config.json"}
 	}
-	stop, err := stopIDs(m)
-	if err != nil {
-		return nil, err
+	if _, ok := m.Tok.ID(chat.IMEnd); !ok {
+		return nil, &Error{Op: "assemble trainer", Err: errors.New("the tokenizer has no <|im_end|> token"), Hint: "use a chat model's tokenizer"}
 	}
-	renderer, err := chat.FromCheckpoint(m.FS())
-	if errors.Is(err, chat.ErrNoTemplate) { // as the shipped checkpoint: the published format, without thinking
-		renderer, err = chat.NewRenderer(false), nil
-	}
+	renderer, err := RendererOf(m)
 	if err != nil {
 		return nil, &Error{Op: "assemble trainer", Err: err, Hint: "put a Qwen3.5 chat_template.jinja into the model directory"}
 	}
-	d := &Deps{Env: e, Pool: pool, Tokens: m.Tok, Renderer: renderer, Stop: stop}
+	d := &Deps{Env: e, Pool: pool, Tokens: m.Tok, Renderer: renderer, Stop: StopIDs(m)}
 	return d, d.build(cfg, m, o)
 }
 
@@ -169,21 +166,31 @@ func (d *Deps) logger() *slog.Logger {
 	return d.Log
 }
 
-// stopIDs lists every id that ends a turn: the template's <|im_end|> first, then
-// the model's own end-of-sequence ids (pitfalls.md row 77).
-func stopIDs(m *model.Model) ([]int32, error) {
-	id, ok := m.Tok.ID(chat.IMEnd)
-	if !ok {
-		return nil, &Error{Op: "assemble trainer", Err: errors.New("the tokenizer has no <|im_end|> token"),
-			Hint: "use a chat model's tokenizer"}
+// StopIDs lists every id that ends a turn: the template's <|im_end|> first, when the
+// tokenizer has it, then the model's own end-of-sequence ids (pitfalls.md row 77).
+func StopIDs(m *model.Model) []int32 {
+	var stop []int32
+	if m.Tok != nil {
+		if id, ok := m.Tok.ID(chat.IMEnd); ok {
+			stop = append(stop, id)
+		}
 	}
-	stop := []int32{id}
 	for _, e := range m.Config.EOS {
-		if e != id {
+		if !slices.Contains(stop, e) {
 			stop = append(stop, e)
 		}
 	}
-	return stop, nil
+	return stop
+}
+
+// RendererOf is the renderer of the chat template that came with m; without one
+// it is the published format without thinking, as for the shipped checkpoint.
+func RendererOf(m *model.Model) (chat.Renderer, error) {
+	r, err := chat.FromCheckpoint(m.FS())
+	if errors.Is(err, chat.ErrNoTemplate) {
+		return chat.NewRenderer(false), nil
+	}
+	return r, err
 }
 
 // modelPolicy adapts *model.Model to Policy.

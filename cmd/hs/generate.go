@@ -151,10 +151,7 @@ func (c *generateCmd) encode(m *model.Model, prompt string) ([]int32, error) {
 	if c.Raw {
 		return m.Tok.Encode(prompt), nil
 	}
-	renderer, err := chat.FromCheckpoint(m.FS())
-	if errors.Is(err, chat.ErrNoTemplate) { // as in training: the published format, without thinking
-		renderer, err = chat.NewRenderer(false), nil
-	}
+	renderer, err := trainer.RendererOf(m)
 	if err != nil {
 		return nil, &trainer.Error{Op: "render prompt", Err: err, Hint: "put a Qwen3.5 chat_template.jinja into the checkpoint directory, or --raw feeds the prompt as it is"}
 	}
@@ -164,17 +161,6 @@ func (c *generateCmd) encode(m *model.Model, prompt string) ([]int32, error) {
 	}
 	ids, _ := chat.Encode(m.Tok, segs)
 	return ids, nil
-}
-
-// stopSet lists the ids that end the text: the template's <|im_end|> and the end-of-sequence ids of config.json.
-func stopSet(m *model.Model) []int32 {
-	var stop []int32
-	if m.Tok != nil {
-		if id, ok := m.Tok.ID(chat.IMEnd); ok {
-			stop = append(stop, id)
-		}
-	}
-	return append(stop, m.Config.EOS...)
 }
 
 // sample draws up to MaxNew tokens after ids; each is a function of weights, ids, options, seed and its position alone.
@@ -188,7 +174,7 @@ func (c *generateCmd) sample(ctx context.Context, m *model.Model, ids []int32, e
 	if err != nil {
 		return nil, err
 	}
-	stop := stopSet(m)
+	stop := trainer.StopIDs(m)
 	res := &generateResult{PromptTokens: len(ids), IDs: []int32{}, LogProbs: []float32{}, Stop: "length", Seed: c.Seed}
 	work := []model.Work{{Seq: seq, Append: ids, Sample: true, Key: model.Key{Lo: c.Seed},
 		Sampling: model.Sampling{Temperature: float32(c.Temperature), TopK: c.TopK, TopP: float32(c.TopP), MinP: float32(c.MinP)}}}

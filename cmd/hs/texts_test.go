@@ -16,7 +16,7 @@ import (
 )
 
 // mention is "hs COMMAND ..." up to the end of the words that can belong to it.
-var mention = regexp.MustCompile(`(?:^|[^A-Za-z0-9_.-])(?:hs|\$\(HS\)) ([a-z]+)((?: [^\n` + "`" + `|;,()]*)?)`)
+var mention = regexp.MustCompile(`(?:^|[^A-Za-z0-9_.-])(?:hs|\$\(HS\)) ([a-z][a-z-]*)((?: [^\n` + "`" + `|;,()]*)?)`)
 
 var flagWord = regexp.MustCompile(` --([a-z-]+)`)
 
