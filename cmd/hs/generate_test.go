@@ -64,7 +64,7 @@ func TestGeneratePrompts(t *testing.T) {
 	}
 	text, err = json.Marshal(append(ids, chat.IDs...))
 	must(t, err)
-	_, out, _ := hs(t, "score", "--json", "--ids", write(t, "all.json", string(text)))
+	_, out, _ := hs(t, "score", "--sampler", "--json", "--ids", write(t, "all.json", string(text)))
 	var s scoreResult
 	must(t, json.Unmarshal([]byte(out), &s))
 	for i, lp := range chat.LogProbs {

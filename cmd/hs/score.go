@@ -20,6 +20,8 @@ type scoreCmd struct {
 	Ckpt string `type:"path" help:"Hugging Face directory; default the shipped tiny checkpoint."`
 	IDs  string `name:"ids" xor:"input" required:"" type:"path" help:"JSON file with an array of token ids." placeholder:"FILE"`
 	Text string `xor:"input" required:"" type:"path" help:"Text file; the checkpoint's tokenizer encodes it." placeholder:"FILE"`
+
+	Sampler bool `help:"Softmax over the tokenizer's ids alone, as sampling and training here; default every row of the head, as other programs."`
 }
 
 // scoreResult is the JSON contract of hs score. LogProbs has one entry per token, in nats; the first is null, it has no context.
@@ -56,7 +58,11 @@ func (c *scoreCmd) Run(ctx context.Context, g *globals) error {
 		}
 		origin, ids = c.Text, m.Tok.Encode(text)
 	}
-	if err := checkIDs(origin, ids, m); err != nil {
+	scored := *m
+	if !c.Sampler {
+		scored.Tok = nil // without a tokenizer every row of the head takes part
+	}
+	if err := checkIDs(origin, ids, &scored); err != nil {
 		return err
 	}
 	if len(ids) < 2 {
@@ -65,7 +71,7 @@ func (c *scoreCmd) Run(ctx context.Context, g *globals) error {
 	if n := m.Config.MaxPositions; len(ids) > n {
 		return usage("split the file", "%s has %d tokens, the model takes %d (max_position_embeddings)", origin, len(ids), n)
 	}
-	lp, err := logProbs(m, ids)
+	lp, err := logProbs(&scored, ids)
 	if err != nil {
 		return err
 	}

@@ -54,7 +54,7 @@ func TestScoreEqualsSampler(t *testing.T) {
 	}
 	b, err := json.Marshal(ids)
 	must(t, err)
-	code, out, e := hs(t, "score", "--ids", write(t, "ids.json", string(b)), "--json")
+	code, out, e := hs(t, "score", "--sampler", "--ids", write(t, "ids.json", string(b)), "--json")
 	if code != 0 {
 		t.Fatalf("exit code %d: %s", code, e)
 	}
@@ -72,6 +72,25 @@ func TestScoreEqualsSampler(t *testing.T) {
 	}
 	if math.Abs(res.Sum-sum) > 1e-9 || math.Abs(*res.Perplexity-math.Exp(-sum/float64(len(ids)-1))) > 1e-9*(*res.Perplexity) {
 		t.Errorf("sum %v and perplexity %v do not follow from the log-probs (sum %v)", res.Sum, *res.Perplexity, sum)
+	}
+}
+
+// Without --sampler the rows of the head beyond the tokenizer's ids take part: every probability is a little smaller.
+func TestScoreWholeHead(t *testing.T) {
+	path := write(t, "ids.json", "[5, 6, 7, 8, 9, 10]")
+	score := func(args ...string) (r scoreResult) {
+		code, out, e := hs(t, append([]string{"score", "--json", "--ids", path}, args...)...)
+		if code != 0 {
+			t.Fatalf("exit code %d: %s", code, e)
+		}
+		must(t, json.Unmarshal([]byte(out), &r))
+		return r
+	}
+	whole, sampler := score(), score("--sampler")
+	for i := 1; i < len(whole.LogProbs); i++ {
+		if *whole.LogProbs[i] >= *sampler.LogProbs[i] {
+			t.Errorf("token %d: %.6f over the whole head, %.6f over the tokenizer's ids", i, *whole.LogProbs[i], *sampler.LogProbs[i])
+		}
 	}
 }
 
