@@ -117,9 +117,13 @@ func TestRealModelPreemption(t *testing.T) {
 		return out, st
 	}
 	want, _ := run(16, 4096, 1)
+	// Whether the attempts meet in the little memory is up to the machine: again until they do.
 	got, st := run(4, 352, 3)
-	if st.Preempted == 0 {
-		t.Error("nothing was preempted")
+	for tries := 1; st.Preempted == 0; tries++ {
+		if tries == 100 {
+			t.Fatal("nothing was preempted in 100 runs")
+		}
+		got, st = run(4, 352, 3)
 	}
 	for i := range want {
 		for n := range want[i] {
