@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -123,6 +124,7 @@ func (r *fakeRunner) Reset() error {
 }
 
 func (r *fakeRunner) Step(_ context.Context, work []model.Work) ([]model.Sampled, error) {
+	runtime.Gosched() // a real step takes time in which others submit work
 	if !r.busy.CompareAndSwap(false, true) {
 		return nil, errors.New("two goroutines use the runner")
 	}
