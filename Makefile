@@ -53,7 +53,7 @@ reference: ## remake the parity fixtures from transformers (Python, ~7 GB of pac
 	build/venv/bin/python tools/reference/reference.py model/testdata/reference
 
 golden: ## refresh golden files
-	go test ./... -update
+	go test ./env/harness -update
 
 # Two stages: from scratch, then a second set of demonstrations at a lower rate with more of them under matching auxiliaries.
 tiny: build ## remake the shipped checkpoint from nothing, seeded: tokenizer, fresh weights, warm start on demonstrations (10 minutes)

@@ -150,7 +150,7 @@ func (p *parity) full() error {
 	if p.logits, err = x.Logits(p.batch); err != nil {
 		return err
 	}
-	p.rep.LogitsMaxAbs = maxAbs(p.logits, want)
+	p.rep.LogitsMaxAbs = MaxAbsDiff(p.logits, want)
 	out, err := x.Forward(p.batch)
 	if err != nil {
 		return err
@@ -181,7 +181,7 @@ func (p *parity) full() error {
 			return err
 		}
 		p.grads[e.Name] = got
-		p.rep.GradMaxRel, p.rep.GradWorst = worst(p.rep.GradMaxRel, p.rep.GradWorst, relNorm(got, ref), e.Name)
+		p.rep.GradMaxRel, p.rep.GradWorst = worst(p.rep.GradMaxRel, p.rep.GradWorst, RelNorm(got, ref), e.Name)
 	}
 	return p.decode()
 }
@@ -208,7 +208,7 @@ func (p *parity) decode() error {
 		if err := r.logits(got); err != nil {
 			return err
 		}
-		p.rep.DecodeMaxAbs = worse(p.rep.DecodeMaxAbs, maxAbs(got, p.logits[(at-1)*v:at*v]))
+		p.rep.DecodeMaxAbs = worse(p.rep.DecodeMaxAbs, MaxAbsDiff(got, p.logits[(at-1)*v:at*v]))
 	}
 	return nil
 }
@@ -261,7 +261,7 @@ func (p *parity) ragged() error {
 	for i, row := range b.Rows {
 		got[row+1] = out.LogProb[i]
 	}
-	p.rep.RaggedMaxAbs = maxAbs(got, want)
+	p.rep.RaggedMaxAbs = MaxAbsDiff(got, want)
 	return nil
 }
 
@@ -322,7 +322,7 @@ func (p *parity) tape() error {
 		if !ok {
 			return fmt.Errorf("TapeMachine gave no gradient of %s", e.Name)
 		}
-		p.rep.TapeGradMaxRel, p.rep.TapeWorst = worst(p.rep.TapeGradMaxRel, p.rep.TapeWorst, relNorm(p.grads[e.Name], g), e.Name)
+		p.rep.TapeGradMaxRel, p.rep.TapeWorst = worst(p.rep.TapeGradMaxRel, p.rep.TapeWorst, RelNorm(p.grads[e.Name], g), e.Name)
 	}
 	return nil
 }
@@ -365,7 +365,11 @@ func worst(have float64, haveName string, got float64, name string) (float64, st
 	return have, haveName
 }
 
-func maxAbs(a, b []float32) float64 {
+// MaxAbsDiff is the largest |a-b|; NaN when an element is or the lengths differ.
+func MaxAbsDiff(a, b []float32) float64 {
+	if len(a) != len(b) {
+		return math.NaN()
+	}
 	var m float64
 	for i := range a {
 		m = worse(m, math.Abs(float64(a[i])-float64(b[i])))
@@ -373,8 +377,11 @@ func maxAbs(a, b []float32) float64 {
 	return m
 }
 
-// relNorm is |a-b| / |b|; both zero give 0.
-func relNorm(a, b []float32) float64 {
+// RelNorm is |a-b| / |b| in Euclidean norms; both zero give 0, different lengths NaN.
+func RelNorm(a, b []float32) float64 {
+	if len(a) != len(b) {
+		return math.NaN()
+	}
 	var d, n float64
 	for i := range a {
 		e := float64(a[i]) - float64(b[i])

@@ -101,3 +101,17 @@ func scaleF32(k float32) func([]byte) {
 		binary.LittleEndian.PutUint32(b, math.Float32bits(v*k))
 	}
 }
+
+// A NaN is never hidden by a finite element after it, nor a missing vector by an empty loop.
+func TestDifferencesKeepNaN(t *testing.T) {
+	nan := float32(math.NaN())
+	for _, v := range []float64{MaxAbsDiff([]float32{nan, 1}, []float32{0, 0}), MaxAbsDiff(nil, []float32{1}),
+		RelNorm([]float32{nan, 1}, []float32{1, 1}), RelNorm([]float32{1}, nil)} {
+		if !math.IsNaN(v) {
+			t.Errorf("%g, want NaN", v)
+		}
+	}
+	if d := MaxAbsDiff([]float32{1, 5}, []float32{3, 4}); d != 2 {
+		t.Errorf("largest difference %g, want 2", d)
+	}
+}

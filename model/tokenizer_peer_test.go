@@ -32,7 +32,7 @@ func peerFolders(t testing.TB, file string) []string {
 		}
 	}
 	if len(dirs) == 0 {
-		t.Skipf("no %s: tools/reference/tokenizer.py makes it, below build/tokenizer", file)
+		t.Skipf("no %s below build/tokenizer: see tools/reference/tokenizer.py --help, then go test ./model -run Tokenizer", file)
 	}
 	return dirs
 }

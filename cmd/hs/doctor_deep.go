@@ -53,13 +53,13 @@ func checkTape(dev *kernels.Device) (string, string, string) {
 	if err != nil {
 		return "FAIL", err.Error(), advice(err)
 	}
-	gap, worst, name := maxGap(logp, tapeLogp), 0.0, ""
+	gap, worst, name := model.MaxAbsDiff(logp, tapeLogp), 0.0, ""
 	for _, e := range m.Params.Entries() {
 		got, err := m.Params.ReadF32(model.Grads, e.Name)
 		if err != nil {
 			return "FAIL", err.Error(), advice(err)
 		}
-		if d := relative(got, grads[e.Name]); !(d <= worst) {
+		if d := model.RelNorm(got, grads[e.Name]); !(d <= worst) && !math.IsNaN(worst) { // NaN stays
 			worst, name = d, e.Name
 		}
 	}
@@ -142,41 +142,9 @@ func samplerGap(ctx context.Context, m *model.Model) (logProbGap, error) {
 	if err != nil {
 		return logProbGap{}, err
 	}
-	var g logProbGap
+	g := logProbGap{max: model.MaxAbsDiff(out.LogProb, sampled)}
 	for i, lp := range out.LogProb {
-		d := math.Abs(float64(lp) - float64(sampled[i]))
-		g.mean += d / float64(len(sampled))
-		if !(d <= g.max) {
-			g.max = d
-		}
+		g.mean += math.Abs(float64(lp)-float64(sampled[i])) / float64(len(sampled))
 	}
 	return g, nil
-}
-
-// maxGap is the largest difference; NaN counts as largest.
-func maxGap(a, b []float32) float64 {
-	var worst float64
-	for i := range a {
-		if d := math.Abs(float64(a[i]) - float64(b[i])); !(d <= worst) {
-			worst = d
-		}
-	}
-	return worst
-}
-
-// relative is |a-b| / |b| in Euclidean norms; two zero vectors are equal.
-func relative(a, b []float32) float64 {
-	if len(a) != len(b) {
-		return math.NaN()
-	}
-	var d, n float64
-	for i := range a {
-		e := float64(a[i]) - float64(b[i])
-		d += e * e
-		n += float64(b[i]) * float64(b[i])
-	}
-	if d == 0 {
-		return 0
-	}
-	return math.Sqrt(d / n)
 }

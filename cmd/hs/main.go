@@ -1,7 +1,7 @@
 // Command hs trains language-model agents with the Harness-S method, samples and evaluates them, and explains what it did.
 //
 // It wires packages together and talks to people: grammar, exit codes, tables and JSON live here, decisions do not. Start at cli for
-// the grammar, then train.go (train, sft, eval), inspect.go (ls, show, report), doctor.go and bench.go.
+// the grammar, then train.go, eval.go and sft.go, inspect.go (ls, show, report), doctor.go and bench.go.
 package main
 
 import (
