@@ -8,15 +8,18 @@
 //   N targets; nk/dk linear key heads and their width, nv/dv linear value heads, nh/nkv/hd attention heads, kv heads, head width.
 // Access legend, per pointer:  in read | out overwritten | acc added to | io read and written.
 //   "flags & HS_ACC_x" turns an out into an acc. Weight gradients are always acc.
-// Matrices are row-major and dense. dtype is that of activations and weights of the call; HS_F32 everywhere, HS_F64 on the CPU for
-//   reference runs, HS_BF16 on CUDA. Quantities marked f32 follow dtype F64 as doubles ("real"). Indices are int32, sizes int64.
+// Matrices are row-major and dense. dtype is that of activations and weights of the call: HS_F32 on every table, HS_F64 on the CPU
+//   for reference runs, HS_BF16 on cuda and emu. Quantities marked f32 follow dtype F64 as doubles ("real"). Indices are int32, sizes int64.
+// With HS_BF16 these stay f32: A_log and the gated norm's w; beta, g, dbeta, dg; rstd, lse, logp, entropy, dlogp, dent; states, rec_state;
+//   sampled logits; every weight gradient. All else is bf16: activations and their gradients, the residual stream, matrices, the other norm
+//   weights, conv taps, dt_bias, KV pages, conv_state. Arithmetic is f32, with one rounding per stored element.
 // Reductions have a fixed order that depends on the row alone: bits of a row do not depend on other rows, batch size or threads.
 // Ops never allocate device memory, never synchronise. ws/ws_bytes is scratch of at least workspace(op, args) bytes.
 #ifndef HS_ABI_H
 #define HS_ABI_H
 #include <stdint.h>
 
-#define HS_ABI_VERSION 1
+#define HS_ABI_VERSION 2
 
 typedef enum { HS_OK = 0, HS_ERR_ARG = 1, HS_ERR_DTYPE = 2, HS_ERR_WORKSPACE = 3, HS_ERR_DEVICE = 4, HS_ERR_UNSUPPORTED = 5 } hs_status;
 typedef enum { HS_F32 = 0, HS_F64 = 1, HS_BF16 = 2, HS_I32 = 3 } hs_dtype;
@@ -45,6 +48,7 @@ typedef struct {
 #define HS_TRANS_A 2u
 #define HS_TRANS_B 4u
 #define HS_BETA1 8u      // gemm: C += instead of C =
+#define HS_C_F32 16u     // gemm with dtype BF16: C is f32 (weight gradients, logits); A and B stay bf16
 
 // y[T,D] = W[ids]. d_w[V,D] acc += dy scattered (fixed order).
 typedef struct { int32_t dtype; uint32_t flags; int64_t T, D, V; const int32_t* ids; const void* w; void* y; void *ws; int64_t ws_bytes; } hs_embed_args;
@@ -172,7 +176,18 @@ typedef struct { uint64_t key_lo, key_hi, ctr; float temperature, top_p, min_p; 
 typedef struct { int32_t dtype; uint32_t flags; int64_t B, V, vocab_valid; const void* logits; const hs_sample_row* rows; int32_t* token; void *logp, *entropy; void *ws; int64_t ws_bytes; } hs_sample_args;
 
 // AdamW, decoupled decay: g = grad*grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; w -= lr*( m^/(sqrt(v^)+eps) + decay*w ). step >= 1.
-typedef struct { int32_t dtype; uint32_t flags; int64_t n, step; double lr, beta1, beta2, eps, decay, grad_scale; void *w, *m, *v; const void* grad; } hs_adamw_args;
+// Weights: lo = 0: w is the master, of type dtype (F32, F64). lo != 0: the master is a float32 split as hi = nearest bfloat16 (ties away from
+//   zero) and lo[n] int16, bits(master) = (bits(hi) << 16) + lo; w holds hi, as bf16 (dtype BF16) or widened to float32 (dtype F32).
+// States (grad is f32, f64 with dtype F64): HS_STATE_F32 m, v [n] real; HS_STATE_BF16 m, v [n] bf16, rounded stochastically; HS_STATE_U8 m, v [n]
+//   8-bit codes with f32 scales ms, vs [ceil(n/HS_STATE_BLOCK)] per block, rounded stochastically. n of all but the last call of an arena and `first`
+//   are multiples of HS_STATE_BLOCK.
+// Random bits: Philox4x32-10(key = seed, counter = {first + i, step}), so they depend on the element's place in its arena, not on how it is cut.
+#define HS_STATE_BLOCK 256
+typedef enum { HS_STATE_F32 = 0, HS_STATE_BF16 = 1, HS_STATE_U8 = 2 } hs_state;
+typedef struct {
+  int32_t dtype; uint32_t flags; int32_t states; int32_t reserved; int64_t n, first, step; uint64_t seed; double lr, beta1, beta2, eps, decay, grad_scale;
+  void *w, *lo, *m, *v, *ms, *vs; const void* grad;
+} hs_adamw_args;
 // out[0] (double) = sum of squares of x[n], fixed blocks of 4096 summed in order, accumulated in f64.
 typedef struct { int32_t dtype; uint32_t flags; int64_t n; const void* x; double* out; void *ws; int64_t ws_bytes; } hs_sumsq_args;
 

@@ -578,8 +578,11 @@ func TestABILayout(t *testing.T) {
 		facts = append(facts, fact{"AdamWArgs", unsafe.Sizeof(x)})
 		facts = append(facts, fact{"AdamWArgs.DType", unsafe.Offsetof(x.DType)})
 		facts = append(facts, fact{"AdamWArgs.Flags", unsafe.Offsetof(x.Flags)})
+		facts = append(facts, fact{"AdamWArgs.States", unsafe.Offsetof(x.States)})
 		facts = append(facts, fact{"AdamWArgs.N", unsafe.Offsetof(x.N)})
+		facts = append(facts, fact{"AdamWArgs.First", unsafe.Offsetof(x.First)})
 		facts = append(facts, fact{"AdamWArgs.Step", unsafe.Offsetof(x.Step)})
+		facts = append(facts, fact{"AdamWArgs.Seed", unsafe.Offsetof(x.Seed)})
 		facts = append(facts, fact{"AdamWArgs.LR", unsafe.Offsetof(x.LR)})
 		facts = append(facts, fact{"AdamWArgs.Beta1", unsafe.Offsetof(x.Beta1)})
 		facts = append(facts, fact{"AdamWArgs.Beta2", unsafe.Offsetof(x.Beta2)})
@@ -587,8 +590,11 @@ func TestABILayout(t *testing.T) {
 		facts = append(facts, fact{"AdamWArgs.Decay", unsafe.Offsetof(x.Decay)})
 		facts = append(facts, fact{"AdamWArgs.GradScale", unsafe.Offsetof(x.GradScale)})
 		facts = append(facts, fact{"AdamWArgs.W", unsafe.Offsetof(x.W)})
+		facts = append(facts, fact{"AdamWArgs.Lo", unsafe.Offsetof(x.Lo)})
 		facts = append(facts, fact{"AdamWArgs.M", unsafe.Offsetof(x.M)})
 		facts = append(facts, fact{"AdamWArgs.V", unsafe.Offsetof(x.V)})
+		facts = append(facts, fact{"AdamWArgs.MS", unsafe.Offsetof(x.MS)})
+		facts = append(facts, fact{"AdamWArgs.VS", unsafe.Offsetof(x.VS)})
 		facts = append(facts, fact{"AdamWArgs.Grad", unsafe.Offsetof(x.Grad)})
 	}
 	{

@@ -297,6 +297,7 @@ static void FN(adamw_task)(void* c_, int64_t task, int worker) {
 }
 static hs_status FN(adamw)(const hs_adamw_args* a) {
   HS_NEED(a->n > 0, "n %lld, need > 0", (long long)a->n);
+  if (a->lo || a->states != HS_STATE_F32) return hs_fail(HS_ERR_UNSUPPORTED, "adamw: split weights and %s moments", a->states ? "narrow" : "float32");
   HS_NEED(a->step >= 1, "step %lld, need >= 1", (long long)a->step);
   HS_NEED(a->beta1 >= 0 && a->beta1 < 1 && a->beta2 >= 0 && a->beta2 < 1, "beta1 %g, beta2 %g: need 0 <= beta < 1", a->beta1, a->beta2);
   NEED_PTR(w); NEED_PTR(m); NEED_PTR(v); NEED_PTR(grad);

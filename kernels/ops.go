@@ -16,6 +16,7 @@ const (
 	TransA                    // gemm: A is [K,M]
 	TransB                    // gemm: B is [N,K]
 	Beta1                     // gemm: C += instead of C =
+	CF32                      // gemm with BF16: C is float32
 )
 
 // DType is the element type of an op or a buffer.
@@ -416,13 +417,31 @@ type SampleArgs struct {
 	WSBytes                                int64
 }
 
-// AdamWArgs: decoupled AdamW over N elements; Step counts from 1, gradients are multiplied by GradScale.
+// State is how the moments of AdamW are stored.
+type State int32
+
+// Moments in the real type, in stochastically rounded bfloat16, or as 8-bit codes with a float32 scale per block of StateBlock elements.
+const (
+	StateF32 State = iota
+	StateBF16
+	StateU8
+)
+
+// StateBlock is the number of elements that share a scale in StateU8.
+const StateBlock = 256
+
+// AdamWArgs: decoupled AdamW over N elements; Step counts from 1, gradients are multiplied by GradScale. Lo 0: W is the master; else W
+// holds its upper half and Lo the lower one (abi.h). First is the index of element 0 in its arena: with Seed and Step it keys the
+// stochastic rounding.
 type AdamWArgs struct {
 	DType                                   DType
 	Flags                                   uint32
-	N, Step                                 int64
+	States                                  State
+	_                                       int32
+	N, First, Step                          int64
+	Seed                                    uint64
 	LR, Beta1, Beta2, Eps, Decay, GradScale float64
-	W, M, V, Grad                           Ptr
+	W, Lo, M, V, MS, VS, Grad               Ptr
 }
 
 // SumSqArgs: out[0] (float64) = sum of squares of x[N], blocks of 4096 added in order.
