@@ -90,7 +90,7 @@ func load(fsys fs.FS, origin string, dev *kernels.Device, o LoadOptions, open fu
 	if err := c.Check(cfg); err != nil {
 		return nil, err
 	}
-	if m.Params, err = newParams(cfg, dev, o.DType, o.Train); err != nil {
+	if m.Params, err = newParams(cfg.Tensors(), dev, o.DType, o.Train); err != nil {
 		return nil, err
 	}
 	if err := m.Params.load(c, !o.SkipFiniteCheck); err != nil {
@@ -109,7 +109,7 @@ func NewRandom(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*M
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
-	p, err := newParams(cfg, dev, o.DType, o.Train)
+	p, err := newParams(cfg.Tensors(), dev, o.DType, o.Train)
 	if err != nil {
 		return nil, err
 	}

@@ -55,13 +55,13 @@ type Params struct {
 	arena   [numKinds]*kernels.Buffer
 }
 
-// newParams lays out the tensors of cfg and allocates the arenas, zeroed.
-func newParams(cfg *Config, dev *kernels.Device, dtype kernels.DType, train bool) (*Params, error) {
+// newParams lays out the tensors of specs in their order and allocates the arenas, zeroed.
+func newParams(specs []TensorSpec, dev *kernels.Device, dtype kernels.DType, train bool) (*Params, error) {
 	if dtype != kernels.F32 && dtype != kernels.F64 {
 		return nil, fmt.Errorf("allocate parameters: dtype %v, want F32 or F64", dtype)
 	}
 	p := &Params{DType: dtype, byName: map[string]int{}, dev: dev, stream: dev.NewStream()}
-	for _, t := range cfg.Tensors() {
+	for _, t := range specs {
 		n := t.Elems()
 		p.byName[t.Name] = len(p.entries)
 		p.entries = append(p.entries, Entry{Name: t.Name, Shape: t.Shape, Offset: p.elems, Len: n})
