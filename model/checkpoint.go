@@ -182,6 +182,13 @@ func (c *Checkpoint) Tensor(name string) (NamedTensor, error) {
 	return t, err
 }
 
+// release says that b, a part of the tensor's data, will not be read soon.
+func (c *Checkpoint) release(name string, b []byte) {
+	if at, ok := c.byName[name]; ok {
+		c.files[at.file].release(b)
+	}
+}
+
 // Dense returns a copy of a tensor's values in float32.
 func (c *Checkpoint) Dense(name string) (*tensor.Dense, error) {
 	t, err := c.Tensor(name)

@@ -6,10 +6,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"hash/fnv"
 	"io"
 	"math"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
@@ -239,20 +237,12 @@ type randomWriter struct {
 	bytes       [4 * randomRun]byte
 }
 
-// tensor draws and writes one tensor: matrices in runs, the rest, which is small, as NewRandom makes it.
+// tensor draws and writes one tensor in runs.
 func (w *randomWriter) tensor(f io.Writer, t TensorSpec, dtype string) error {
-	e := Entry{Name: t.Name, Shape: t.Shape, Len: t.Elems()}
-	if len(t.Shape) != 2 {
-		return w.run(f, initial(e, w.o.Seed, w.std), dtype)
-	}
-	h := fnv.New64a()
-	h.Write([]byte(e.Name))
-	rng := rand.New(rand.NewPCG(w.o.Seed, h.Sum64()))
-	for left := e.Len; left > 0; {
+	next := initial(Entry{Name: t.Name, Shape: t.Shape}, w.o.Seed, w.std)
+	for left := t.Elems(); left > 0; {
 		v := w.vals[:min(left, randomRun)]
-		for i := range v {
-			v[i] = float32(w.std * rng.NormFloat64())
-		}
+		next(v)
 		if err := w.run(f, v, dtype); err != nil {
 			return err
 		}

@@ -40,12 +40,14 @@ func sideFiles() []string {
 		"chat_template.jinja", "generation_config.json"}
 }
 
-// Load reads a Hugging Face Qwen3.5 directory: config.json, safetensors weights, and tokenizer.json when there is one.
+// Load reads a Hugging Face Qwen3.5 directory: config.json, safetensors weights, and tokenizer.json when there is one. Beside the arenas
+// on the device it needs less than 128 MiB of host memory whatever the size of the checkpoint: the files are mapped, up to eight pieces of
+// 2^20 elements are decoded at a time, and their pages are given back. (The tokenizer's tables are not counted.)
 func Load(dir string, dev *kernels.Device, o LoadOptions) (*Model, error) {
 	return load(os.DirFS(dir), dir, dev, o, func() (*Checkpoint, error) { return OpenCheckpoint(dir) })
 }
 
-// LoadFS is Load from a file system, such as the one of TinyFS.
+// LoadFS is Load from a file system, such as the one of TinyFS; the weight files are read into memory as a whole.
 func LoadFS(fsys fs.FS, dev *kernels.Device, o LoadOptions) (*Model, error) {
 	return load(fsys, "checkpoint", dev, o, func() (*Checkpoint, error) { return OpenCheckpointFS(fsys) })
 }
@@ -104,7 +106,7 @@ func load(fsys fs.FS, origin string, dev *kernels.Device, o LoadOptions, open fu
 // convolution uniform in +-1/sqrt(taps), zero-centred norms 0, gated norm 1, A_log = log(uniform(0, 16)), and dt_bias such that
 // softplus(dt_bias) is log-uniform in [0.001, 0.1], i.e. states that last for tens to thousands of tokens (the published reference
 // starts from dt_bias 1, which forgets within one token). Each tensor has its own stream of random numbers keyed by seed and name, so
-// values do not depend on the order of tensors.
+// values do not depend on the order of tensors; tensors are drawn side by side, in pieces.
 func NewRandom(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*Model, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -118,45 +120,41 @@ func NewRandom(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*M
 	if std == 0 {
 		std = 0.02
 	}
-	for _, e := range p.entries {
-		if err := p.WriteF32(Weights, e.Name, initial(e, seed, std)); err != nil {
-			m.Close()
-			return nil, err
-		}
+	if err := p.draw(seed, std); err != nil {
+		m.Close()
+		return nil, err
 	}
 	return m, nil
 }
 
-func initial(e Entry, seed uint64, std float64) []float32 {
+// initial returns a function that fills its argument with the next values of a tensor of NewRandom.
+func initial(e Entry, seed uint64, std float64) func(dst []float32) {
 	h := fnv.New64a()
 	h.Write([]byte(e.Name))
 	rng := rand.New(rand.NewPCG(seed, h.Sum64()))
-	v := make([]float32, e.Len)
-	switch {
-	case strings.HasSuffix(e.Name, "linear_attn.A_log"):
-		for i := range v {
-			v[i] = float32(math.Log(16 * (1 - rng.Float64()))) // in (0, 16]
-		}
-	case strings.HasSuffix(e.Name, "linear_attn.dt_bias"):
-		for i := range v {
-			dt := math.Exp(math.Log(1e-3) + rng.Float64()*math.Log(100)) // 0.001 to 0.1, log-uniform
-			v[i] = float32(math.Log(math.Expm1(dt)))                     // softplus(dt_bias) = dt
-		}
-	case strings.HasSuffix(e.Name, "linear_attn.norm.weight"):
-		for i := range v {
-			v[i] = 1
-		}
-	case strings.HasSuffix(e.Name, "conv1d.weight"):
-		for i := range v {
-			v[i] = float32(rng.Float64() - 0.5) // +-1/sqrt(taps)
-		}
-	case len(e.Shape) == 1: // zero-centred norms
-	default:
-		for i := range v {
-			v[i] = float32(std * rng.NormFloat64())
+	each := func(value func() float64) func([]float32) {
+		return func(dst []float32) {
+			for i := range dst {
+				dst[i] = float32(value())
+			}
 		}
 	}
-	return v
+	switch {
+	case strings.HasSuffix(e.Name, "linear_attn.A_log"):
+		return each(func() float64 { return math.Log(16 * (1 - rng.Float64())) }) // of (0, 16]
+	case strings.HasSuffix(e.Name, "linear_attn.dt_bias"):
+		return each(func() float64 {
+			dt := math.Exp(math.Log(1e-3) + rng.Float64()*math.Log(100)) // 0.001 to 0.1, log-uniform
+			return math.Log(math.Expm1(dt))                              // softplus(dt_bias) = dt
+		})
+	case strings.HasSuffix(e.Name, "linear_attn.norm.weight"):
+		return each(func() float64 { return 1 })
+	case strings.HasSuffix(e.Name, "conv1d.weight"):
+		return each(func() float64 { return rng.Float64() - 0.5 }) // +-1/sqrt(taps)
+	case len(e.Shape) == 1: // zero-centred norms
+		return func(dst []float32) { clear(dst) }
+	}
+	return each(func() float64 { return std * rng.NormFloat64() })
 }
 
 // Save writes a Hugging Face directory: a flat text-only config.json, float32 model.safetensors with text-only names, and the

@@ -4,7 +4,6 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
-	"errors"
 	"fmt"
 	"math"
 
@@ -261,51 +260,33 @@ func (p *Params) SetState(kind StateKind, b []byte) error {
 
 // sha256 hashes the tensors of an arena in table order, as State returns them.
 func (p *Params) sha256(kind StateKind) (string, error) {
+	if !p.Has(kind) {
+		return "", fmt.Errorf("read %s: arena is not allocated (load the model with Train)", kind)
+	}
 	h := sha256.New()
-	for _, e := range p.entries {
-		b, err := p.read(kind, e.Name)
-		if err != nil {
-			return "", err
+	size := int64(p.DType.Size())
+	buf := make([]byte, min(loadPiece, p.elems)*size)
+	for _, at := range p.extents(loadPiece) {
+		e, b := p.entries[at.entry], buf[:at.n*size]
+		p.stream.Download(b, p.arena[kind].At((e.Offset+at.at)*size))
+		if err := p.stream.Sync(); err != nil {
+			return "", fmt.Errorf("read %s %q: %w", kind, e.Name, err)
 		}
 		h.Write(b)
 	}
 	return hex.EncodeToString(h.Sum(nil)), nil
 }
 
-// checkFinite reports the first non-finite value of a tensor.
-func checkFinite(name string, shape []int, v []float32) error {
+// checkFinite reports the first non-finite value of a run of a tensor's elements that begins at element first.
+func checkFinite(name string, shape []int, v []float32, first int64) error {
 	for i, x := range v {
-		if math.IsNaN(float64(x)) || math.IsInf(float64(x), 0) {
+		if math.Float32bits(x)&0x7f800000 == 0x7f800000 {
 			at := make([]int, len(shape))
-			for k, r := len(shape)-1, i; k >= 0; k-- {
+			for k, r := len(shape)-1, int(first)+i; k >= 0; k-- {
 				at[k], r = r%shape[k], r/shape[k]
 			}
 			return fmt.Errorf("tensor %q%v = %v: %w", name, at, x, ErrNonFinite)
 		}
-	}
-	return nil
-}
-
-// load copies a checkpoint's weights to the device, one tensor at a time.
-func (p *Params) load(c *Checkpoint, check bool) error {
-	var bad problems
-	for _, e := range p.entries {
-		v, err := c.Float32s(e.Name)
-		if err != nil {
-			return err
-		}
-		if check {
-			if err := checkFinite(e.Name, e.Shape, v); err != nil {
-				bad = append(bad, err)
-				continue
-			}
-		}
-		if err := p.WriteF32(Weights, e.Name, v); err != nil {
-			return err
-		}
-	}
-	if len(bad) > 0 {
-		return &Error{Op: "load weights", Err: errors.Join(bad...), Hint: "the checkpoint is damaged or its training diverged; use another one"}
 	}
 	return nil
 }

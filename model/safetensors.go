@@ -11,6 +11,7 @@ import (
 	"math/bits"
 	"os"
 	"slices"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 	"gorgonia.org/tensor"
@@ -104,6 +105,21 @@ func (s *Safetensors) Close() error {
 		return fmt.Errorf("unmap safetensors: %w", err)
 	}
 	return nil
+}
+
+// releaseUnit is the alignment, in bytes, of the ranges that release gives back: a fault also maps cached pages around it, up to a huge page.
+const releaseUnit = 2 << 20
+
+// release gives the mapped pages of b, a view of the file, back to the kernel, so that a file that is read once in order never counts as
+// a whole as this process's memory. The data stay readable and come from the page cache or the disk again. Does nothing unless mapped.
+func (s *Safetensors) release(b []byte) {
+	if s.mapped == nil || len(b) == 0 {
+		return
+	}
+	begin := int(uintptr(unsafe.Pointer(&b[0])) - uintptr(unsafe.Pointer(&s.mapped[0])))
+	end := min((begin+len(b)+releaseUnit-1)/releaseUnit*releaseUnit, len(s.mapped))
+	begin = begin / releaseUnit * releaseUnit
+	_ = unix.Madvise(s.mapped[begin:end], unix.MADV_DONTNEED) // advice: a failure costs memory, not correctness
 }
 
 // headerEntry is one tensor in the JSON header.
