@@ -7,7 +7,7 @@
 // Shape legend: T packed rows, D hidden, I intermediate, V vocabulary, C conv channels (2*nk*dk + nv*dv), S segments, B sequences,
 //   N targets; nk/dk linear key heads and their width, nv/dv linear value heads, nh/nkv/hd attention heads, kv heads, head width.
 // Access legend, per pointer:  in read | out overwritten | acc added to | io read and written.
-//   "flags & HS_ACC_x" turns an out into an acc. Weight gradients are always acc.
+//   "flags & HS_ACC_x" turns an out into an acc. Weight gradients are always acc; 0 = not wanted (frozen weights), except of embed_bwd.
 // Matrices are row-major and dense. dtype is that of activations and weights of the call: HS_F32 on every table, HS_F64 on the CPU
 //   for reference runs, HS_BF16 on cuda and emu. Quantities marked f32 follow dtype F64 as doubles ("real"). Indices are int32, sizes int64.
 // With HS_BF16 these stay f32: A_log and the gated norm's w; beta, g, dbeta, dg; rstd, lse, logp, entropy, dlogp, dent; states, rec_state;

@@ -151,7 +151,7 @@ static void FN(lmhead_dx_task)(void* c_, int64_t r, int worker) {
 static hs_status FN(lmhead_bwd)(const hs_lmhead_bwd_args* a) {
   hs_status st = FN(head_check)(a->N, a->T, a->D, a->V, a->vocab_valid, a->chunk, a->temperature, a->row, a->target);
   if (st != HS_OK) return st;
-  HS_NEED(a->x && a->w && a->lse && a->entropy && a->dlogp && a->dx && a->dw, "x, w, lse, entropy, dlogp, dx and dw are required");
+  HS_NEED(a->x && a->w && a->lse && a->entropy && a->dlogp && a->dx, "x, w, lse, entropy, dlogp and dx are required");
   HS_NEED_WS(a, head_ws(a->N, a->D, a->vocab_valid, a->chunk, a->dtype, 2));
   const int64_t chunk = HS_MIN(a->chunk, a->N), D = a->D, n = a->vocab_valid;
   FN(head_ctx) c = {a, FN(head_carve)(a->ws, chunk, D, n, 1), 1 / (real)(float)a->temperature, chunk};
@@ -159,7 +159,7 @@ static hs_status FN(lmhead_bwd)(const hs_lmhead_bwd_args* a) {
     int64_t rows = FN(head_logits)(&c.b, i, a->N, D, n, chunk, a->row, a->x, a->w);
     hs_parallel(rows, FN(lmhead_bwd_task), &c);
     hs_pgemm(0, rows, D, n, c.b.z, n, a->w, D, c.b.dx, D);
-    hs_pgemm(HS_TRANS_A | HS_BETA1, n, D, rows, c.b.z, n, c.b.x, D, a->dw, D);
+    if (a->dw) hs_pgemm(HS_TRANS_A | HS_BETA1, n, D, rows, c.b.z, n, c.b.x, D, a->dw, D);
     hs_parallel(rows, FN(lmhead_dx_task), &c);
     i = c.b.first[rows];
   }

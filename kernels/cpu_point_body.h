@@ -142,11 +142,11 @@ HS_INLINE void FN(add_blocks)(real* dw, const void* ws, int64_t blocks, int64_t 
 }
 static hs_status FN(rmsnorm_bwd)(const hs_rmsnorm_bwd_args* a) {
   NEED_SHAPE(T, D);
-  NEED_PTR(x); NEED_PTR(w); NEED_PTR(dy); NEED_PTR(dx); NEED_PTR(dw);
+  NEED_PTR(x); NEED_PTR(w); NEED_PTR(dy); NEED_PTR(dx);
   HS_NEED_WS(a, norm_bwd_ws(a->T, a->D, a->dtype));
   point_ctx c = {a, NORM_ROWS};
   hs_parallel(HS_CEIL(a->T, NORM_ROWS), FN(rmsnorm_bwd_task), &c);
-  FN(add_blocks)(a->dw, a->ws, HS_CEIL(a->T, NORM_ROWS), a->D);
+  if (a->dw) FN(add_blocks)(a->dw, a->ws, HS_CEIL(a->T, NORM_ROWS), a->D);
   return HS_OK;
 }
 
@@ -203,11 +203,11 @@ TASK(gatednorm_bwd_task) {
 static hs_status FN(gatednorm_bwd)(const hs_gatednorm_bwd_args* a) {
   NEED_SHAPE(T, dv);
   HS_NEED(a->nv > 0, "nv %lld, need > 0", (long long)a->nv);
-  NEED_PTR(o); NEED_PTR(z); NEED_PTR(w); NEED_PTR(dy); NEED_PTR(do_); NEED_PTR(dz); NEED_PTR(dw);
+  NEED_PTR(o); NEED_PTR(z); NEED_PTR(w); NEED_PTR(dy); NEED_PTR(do_); NEED_PTR(dz);
   HS_NEED_WS(a, norm_bwd_ws(a->T, a->dv, a->dtype));
   point_ctx c = {a, NORM_ROWS};
   hs_parallel(HS_CEIL(a->T, NORM_ROWS), FN(gatednorm_bwd_task), &c);
-  FN(add_blocks)(a->dw, a->ws, HS_CEIL(a->T, NORM_ROWS), a->dv);
+  if (a->dw) FN(add_blocks)(a->dw, a->ws, HS_CEIL(a->T, NORM_ROWS), a->dv);
   return HS_OK;
 }
 

@@ -41,8 +41,8 @@ hs_status hs_cpu_attnprep_bwd(const hs_attnprep_bwd_args* a) {
   SEQ_TRY(prep_heads(a->T, a->nh, a->nkv, a->hd));
   SEQ_TRY(rotary(a->rot, a->hd, a->theta));
   SEQ_PTR(a->rope_pos);
-  if (a->nh) { SEQ_PTR(a->qg); SEQ_PTR(a->wq); SEQ_PTR(a->dq); SEQ_PTR(a->dqg); SEQ_PTR(a->dwq); }
-  if (a->nkv) { SEQ_PTR(a->kin); SEQ_PTR(a->wk); SEQ_PTR(a->dk); SEQ_PTR(a->dkin); SEQ_PTR(a->dwk); }
+  if (a->nh) { SEQ_PTR(a->qg); SEQ_PTR(a->wq); SEQ_PTR(a->dq); SEQ_PTR(a->dqg); }
+  if (a->nkv) { SEQ_PTR(a->kin); SEQ_PTR(a->wk); SEQ_PTR(a->dk); SEQ_PTR(a->dkin); }
   return HS_PICK(attnprep_bwd, a->dtype)(a);
 }
 

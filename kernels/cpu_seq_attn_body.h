@@ -118,8 +118,8 @@ static hs_status FN(attnprep_bwd)(const hs_attnprep_bwd_args* a) {
       sq += c.pw[b * 2 * c.hdp + j];
       sk += c.pw[(b * 2 + 1) * c.hdp + j];
     }
-    if (a->nh) ((real*)a->dwq)[j] += sq;
-    if (a->nkv) ((real*)a->dwk)[j] += sk;
+    if (a->nh && a->dwq) ((real*)a->dwq)[j] += sq;
+    if (a->nkv && a->dwk) ((real*)a->dwk)[j] += sk;
   }
   return HS_OK;
 }

@@ -35,7 +35,7 @@ hs_status hs_cpu_convgate_bwd(const hs_convgate_bwd_args* a) {
   HS_NEED(!any_slot(&a->f), "forest has state slots: backward is for training forests");
   SEQ_PTR(a->p); SEQ_PTR(a->a); SEQ_PTR(a->b); SEQ_PTR(a->w); SEQ_PTR(a->a_log); SEQ_PTR(a->dt_bias);
   SEQ_PTR(a->dq); SEQ_PTR(a->dk_); SEQ_PTR(a->dv_); SEQ_PTR(a->dbeta); SEQ_PTR(a->dg);
-  SEQ_PTR(a->dp); SEQ_PTR(a->da); SEQ_PTR(a->db); SEQ_PTR(a->dw); SEQ_PTR(a->da_log); SEQ_PTR(a->ddt_bias);
+  SEQ_PTR(a->dp); SEQ_PTR(a->da); SEQ_PTR(a->db);
   return HS_PICK(convgate_bwd, a->dtype)(a);
 }
 int64_t hs_cpu_convgate_step_ws(const hs_convgate_step_args* a) { (void)a; return 0; }

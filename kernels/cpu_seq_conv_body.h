@@ -267,7 +267,7 @@ static hs_status FN(convgate_bwd)(const hs_convgate_bwd_args* a) {
   FN(transpose)(c.wt, c.Cp, a->w, 4, c.C, 4, c.Cp);
   hs_parallel(c.blocks, FN(convb_rows), &c);
   hs_parallel(HS_CEIL(a->T, CONV_ROWS), FN(convb_dp), &c);
-  for (int64_t ch = 0; ch < c.C; ch++)
+  for (int64_t ch = 0; a->dw && ch < c.C; ch++)
     for (int j = 0; j < 4; j++) {
       real s = 0;
       for (int64_t b = 0; b < c.blocks; b++) s += c.pw[(b * 4 + j) * c.Cp + ch];
@@ -279,8 +279,8 @@ static hs_status FN(convgate_bwd)(const hs_convgate_bwd_args* a) {
       sa += c.pg[b * 2 * a->nv + hd];
       sd += c.pg[(b * 2 + 1) * a->nv + hd];
     }
-    ((real*)a->da_log)[hd] += (real)sa;
-    ((real*)a->ddt_bias)[hd] += (real)sd;
+    if (a->da_log) ((real*)a->da_log)[hd] += (real)sa;
+    if (a->ddt_bias) ((real*)a->ddt_bias)[hd] += (real)sd;
   }
   return HS_OK;
 }
