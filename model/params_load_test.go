@@ -72,7 +72,7 @@ func TestLoadInBoundedMemory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p, err := newParams(cfg, dev, kernels.F32, false)
+	p, err := newParams(cfg.Tensors(), dev, kernels.F32, false)
 	if err != nil {
 		t.Fatal(err)
 	}
