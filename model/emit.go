@@ -54,7 +54,11 @@ func (r *record) out(at *kernels.Ptr, v valueID) {
 	r.writes = append(r.writes, v)
 }
 
+// acc adds to v; none leaves the address 0.
 func (r *record) acc(at *kernels.Ptr, v valueID) {
+	if v == none {
+		return
+	}
 	r.out(at, v)
 	r.adds = append(r.adds, v)
 }
@@ -154,7 +158,7 @@ func (e emitter) emit(o *op, in [][]valueID, out []valueID, acc []bool) []*recor
 	var pre []*record
 	for i, s := range o.outs() {
 		onlyAdds := o.kind.backward() && s.lead == leadNone || o.kind == kLMHeadBwd
-		if onlyAdds && !acc[i] {
+		if onlyAdds && !acc[i] && out[i] != none {
 			pre = append(pre, e.zero(out[i], s, o.label))
 		}
 	}
@@ -164,7 +168,7 @@ func (e emitter) emit(o *op, in [][]valueID, out []valueID, acc []bool) []*recor
 	case kConvGate, kConvGateBwd, kGDN, kGDNBwd, kGatedNorm, kGatedNormBwd:
 		return append(pre, e.deltaNet(o, in, out))
 	case kAttnPrep, kAttnPrepBwd, kAttn, kAttnBwd, kGate, kGateBwd:
-		return append(pre, e.attention(o, in, out))
+		return append(pre, e.attention(o, in, out, acc))
 	case kLMHead, kLMHeadBwd:
 		return append(pre, e.head(o, in, out))
 	}
@@ -285,7 +289,9 @@ func (e emitter) head(o *op, in [][]valueID, out []valueID) *record {
 		r.out(&a.LSE, out[2])
 		r.scratch(&a.WS, &a.WSBytes)
 	} else {
-		mul = 6
+		if mul = 6; out[1] == none {
+			mul = 4
+		}
 		a := &kernels.LMHeadBwdArgs{DType: e.dtype, D: g.D, V: g.V, VocabValid: e.valid, Chunk: headChunk(g.V), Temperature: e.temp}
 		r.op, r.args = kernels.OpLMHeadBwd, unsafe.Pointer(a)
 		r.rows(&a.T)

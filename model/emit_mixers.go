@@ -100,7 +100,7 @@ func (e emitter) deltaFLOPs(scale float64) func(Shapes) float64 {
 }
 
 // attention emits the ops of the full attention layer (model.md 3.9).
-func (e emitter) attention(o *op, in [][]valueID, out []valueID) *record {
+func (e emitter) attention(o *op, in [][]valueID, out []valueID, acc []bool) *record {
 	g := e.geo
 	r := &record{label: o.label}
 	pairs := func(scale float64) func(Shapes) float64 {
@@ -126,7 +126,11 @@ func (e emitter) attention(o *op, in [][]valueID, out []valueID) *record {
 		}
 		r.in(&a.DQ, in[5][0])
 		r.in(&a.DK, in[5][1])
-		r.acc(&a.DQG, out[0])
+		if acc[0] { // beside the gate half
+			r.acc(&a.DQG, out[0])
+		} else {
+			r.out(&a.DQG, out[0])
+		}
 		r.out(&a.DKIn, out[1])
 		r.acc(&a.DWQ, out[2])
 		r.acc(&a.DWK, out[3])

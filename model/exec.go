@@ -65,10 +65,10 @@ func NewExec(m *Model, o ExecOptions) (*Exec, error) {
 		return nil, fmt.Errorf("make exec: max targets %d, temperature %g, want positive values", o.MaxTargets, o.Temperature)
 	}
 	mode := Score
-	if m.Params.Has(Grads) {
+	if m.Trainable().Has(Grads) {
 		mode = Train
 	}
-	gr, err := build(m.Config, mode, graphOptions{temperature: o.Temperature})
+	gr, err := build(m.Config, mode, graphOptions{temperature: o.Temperature, adapt: m.adapting()})
 	if err != nil {
 		return nil, err
 	}
@@ -153,7 +153,7 @@ func (e *Exec) allocatePorts() error {
 		e.ports[p] = e.held.io.At(at)
 		at += n
 	}
-	return e.grow(&e.held.norms, 8*int64(len(e.m.Params.Entries())), "gradient norms")
+	return e.grow(&e.held.norms, 8*int64(len(e.m.Trainable().Entries())), "gradient norms")
 }
 
 // place lays the arena out for at most the given number of states and binds every pointer.
@@ -179,7 +179,9 @@ func (e *Exec) address(v valueID) kernels.Ptr {
 	case inWeight:
 		return e.m.Params.Ptr(Weights, e.prog.gr.Params[x.slot].Name)
 	case inGrad:
-		return e.m.Params.Ptr(Grads, e.prog.gr.Params[x.slot].Name)
+		return e.m.Trainable().Ptr(Grads, e.prog.gr.Trained[x.slot].Name)
+	case inScaled:
+		return e.m.Adapter.scaled.Ptr(Weights, e.prog.gr.Trained[x.slot].Name)
 	}
 	return e.held.arena.At(e.prog.buffers[x.buf].offset)
 }

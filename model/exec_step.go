@@ -16,11 +16,11 @@ type Hyper struct {
 	ClipNorm, GradNorm           float64
 }
 
-var errNoGradients = &Error{Op: "use gradients", Err: errors.New("model has no gradients"), Hint: "load the model with LoadOptions.Train"}
+var errNoGradients = &Error{Op: "use gradients", Err: errors.New("model has no gradients"), Hint: "load the model with LoadOptions.Train, or give it an adapter with AdaptOptions.Train"}
 
 // ZeroGrad clears the gradients.
 func (e *Exec) ZeroGrad() error {
-	p := e.m.Params
+	p := e.m.Trainable()
 	if !p.Has(Grads) {
 		return errNoGradients
 	}
@@ -33,7 +33,7 @@ func (e *Exec) ZeroGrad() error {
 
 // GradNorm is the Euclidean norm of all gradients: squares summed in float64 per parameter, parameters added in table order.
 func (e *Exec) GradNorm() (float64, error) {
-	p := e.m.Params
+	p := e.m.Trainable()
 	if !p.Has(Grads) {
 		return 0, errNoGradients
 	}
@@ -60,9 +60,9 @@ func (e *Exec) GradNorm() (float64, error) {
 }
 
 // Step applies AdamW with decoupled decay to every parameter. Only matrices (embedding, projections) decay: norms, gates and conv taps do not.
-// It counts the step in Params.OptStep and Params.Version.
+// With an adapter its matrices are stepped and W' is made anew. It counts the step in OptStep and Version of Model.Trainable.
 func (e *Exec) Step(h Hyper) error {
-	p := e.m.Params
+	p := e.m.Trainable()
 	if !p.Has(MomentM) || !p.Has(MomentV) {
 		return errNoGradients
 	}
@@ -100,6 +100,9 @@ func (e *Exec) Step(h Hyper) error {
 	}
 	p.OptStep++
 	p.Version++
+	if e.m.Adapter != nil {
+		return e.m.Adapter.merge()
+	}
 	return nil
 }
 

@@ -43,11 +43,14 @@ type Graph struct {
 	Mode   Mode
 	Params []TensorSpec // in table order
 	Nodes  G.Nodes      // all nodes, children before parents
+	// Trained lists the tensors whose gradient is computed: Params, or A and B of every adapted matrix.
+	Trained []TensorSpec
 
 	expr      *G.ExprGraph
 	env       *environment
 	params    []*G.Node // leaf per entry of Params
-	grads     []*G.Node // gradient per entry of Params; nil in Score mode
+	grads     []*G.Node // gradient per entry of Params; nil in Score mode, and nil entries for frozen weights
+	rank      int       // of the adapter beside each adapted matrix, whose gradient stands for those of A and B; 0 = full training
 	handle    *G.Node   // the head's packed logp entropy lse
 	finalNorm *G.Node   // input of the head, [T, D]
 }
@@ -57,11 +60,21 @@ func Build(cfg *Config, mode Mode) (*Graph, error) {
 	return build(cfg, mode, graphOptions{temperature: 1})
 }
 
+// BuildLoRA makes the training graph of cfg with an adapter: the gradients are those of A and B alone.
+func BuildLoRA(cfg *Config, l LoRA) (*Graph, error) {
+	ms, err := l.Matrices(cfg)
+	if err != nil {
+		return nil, err
+	}
+	return build(cfg, Train, graphOptions{temperature: 1, adapt: &adapting{l.Rank, ms}})
+}
+
 type graphOptions struct {
 	temperature float64
 	shapes      Shapes       // zero: nominal
 	dtype       tensor.Dtype // zero: float32
 	tape        *interpreter
+	adapt       *adapting // nil: every parameter is trained
 }
 
 // buildError carries an error out of graph construction, which panics (one return per op would hide the model).
@@ -98,7 +111,7 @@ func build(cfg *Config, mode Mode, o graphOptions) (gr *Graph, err error) {
 	b.ports()
 	b.body()
 	if mode == Train {
-		b.gradient()
+		b.gradient(o.adapt)
 	}
 	sorted, err := G.Sort(b.gr.expr)
 	if err != nil {
@@ -232,17 +245,29 @@ func (b *graphBuilder) attention(at string, h, x *G.Node) *G.Node {
 	return b.linearAdd(at+"o_proj", h, b.op(kGate, at+"gate", o, qg))
 }
 
-// gradient seeds the head's handle with dlogp and dent and differentiates with respect to every parameter.
-func (b *graphBuilder) gradient() {
-	p := &b.gr.Ports
+// gradient seeds the head's handle with dlogp and dent and differentiates with respect to every parameter, or to the adapted matrices: nothing
+// below the first of them then has a gradient.
+func (b *graphBuilder) gradient(adapt *adapting) {
+	gr, p := b.gr, &b.gr.Ports
+	wrt := gr.params
+	gr.Trained = gr.Params
+	if adapt != nil {
+		wrt, gr.rank, gr.Trained = nil, adapt.rank, adapterTensors(adapt.matrices, adapt.rank)
+		for _, t := range adapt.matrices {
+			wrt = append(wrt, b.param(t.Name))
+		}
+	}
 	p.DLogP = b.leaf("dlogp", targets("dlogp"))
 	p.DEnt = b.leaf("dent", targets("dent"))
 	seed := b.op(kSeed, "lm_head", p.DLogP, p.DEnt)
-	grads, err := G.Backpropagate(G.Nodes{b.gr.handle}, G.Nodes{seed}, b.gr.params)
+	grads, err := G.Backpropagate(G.Nodes{gr.handle}, G.Nodes{seed}, wrt)
 	if err != nil {
 		panic(buildError{fmt.Errorf("differentiate: %w", err)})
 	}
-	b.gr.grads = grads
+	gr.grads = make([]*G.Node, len(gr.params))
+	for i, n := range grads {
+		gr.grads[slices.Index(gr.params, wrt[i])] = n
+	}
 }
 
 // children of a node, in order.

@@ -16,11 +16,12 @@ import (
 
 // Model is a configuration, its parameters on a device, and the tokenizer that came with it.
 type Model struct {
-	Config *Config
-	Params *Params
-	Dev    *kernels.Device
-	Tok    *Tokenizer        // nil when the directory has none
-	Files  map[string][]byte // tokenizer and template files of the directory, written again by Save
+	Config  *Config
+	Params  *Params
+	Adapter *Adapter // nil without; Adapt and LoadAdapter make one
+	Dev     *kernels.Device
+	Tok     *Tokenizer        // nil when the directory has none
+	Files   map[string][]byte // tokenizer and template files of the directory, written again by Save
 }
 
 // LoadOptions say how parameters are held. DType is kernels.F32 (the default) or kernels.F64. Train allocates gradients and moments.
@@ -166,6 +167,9 @@ func (m *Model) WeightsSHA256() (string, error) { return m.Params.sha256(Weights
 
 // Close frees the parameters.
 func (m *Model) Close() {
+	if m.Adapter != nil {
+		m.dropAdapter()
+	}
 	if m.Params != nil {
 		m.Params.free()
 	}

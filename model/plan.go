@@ -20,15 +20,19 @@ const (
 	inArena  region = iota
 	inPort          // uploaded per batch
 	inWeight        // the weights arena
-	inGrad          // the gradient arena: always added to
+	inGrad          // the gradient arena of what is trained: always added to
+	inScaled        // the adapter's scaled A or B
 )
+
+// none stands for an output that nobody wants: the gradient of a frozen weight.
+const none valueID = -1
 
 // value is one tensor of a program.
 type value struct {
 	name   string
 	spec   spec
 	region region
-	slot   int // port or parameter index
+	slot   int // port, or index into the graph's Params (inWeight) or Trained (inGrad, inScaled)
 	buf    int // arena buffer; values that alias share one
 }
 
@@ -86,6 +90,7 @@ type planner struct {
 	p        *Program
 	gr       *Graph
 	em       emitter
+	nodes    []*G.Node // those that the outputs depend on
 	ops      []*G.Node // real ops in schedule order
 	pos      map[*G.Node]int
 	children map[*G.Node][]*G.Node
@@ -144,8 +149,12 @@ func virtual(n *G.Node) bool {
 // schedule orders the ops: forward in construction order, backward by falling order of the forward op. Both follow from the graph's
 // dependencies, and they keep a weight gradient beside its input gradient, so that activations die early.
 func (pl *planner) schedule() {
+	alive := pl.alive()
 	for _, n := range pl.gr.Nodes {
-		pl.children[n] = pl.gr.children(n)
+		if !alive[n] {
+			continue
+		}
+		pl.nodes = append(pl.nodes, n)
 		for _, c := range pl.children[n] {
 			pl.readers[c] = append(pl.readers[c], n)
 		}
@@ -174,8 +183,31 @@ func (pl *planner) schedule() {
 		}
 	}
 	for i, n := range pl.gr.grads {
-		pl.isGrad[n] = i
+		if n != nil {
+			pl.isGrad[n] = i
+		}
 	}
+}
+
+// alive marks the nodes that outputs and wanted gradients depend on. With frozen weights differentiation leaves others behind: gradients of
+// the weights themselves, and of inputs below which nothing is trained.
+func (pl *planner) alive() map[*G.Node]bool {
+	alive := map[*G.Node]bool{}
+	var visit func(n *G.Node)
+	visit = func(n *G.Node) {
+		if n == nil || alive[n] {
+			return
+		}
+		alive[n] = true
+		pl.children[n] = pl.gr.children(n)
+		for _, c := range pl.children[n] {
+			visit(c)
+		}
+	}
+	for _, n := range append(slices.Clone(pl.gr.grads), pl.gr.handle, pl.gr.finalNorm) {
+		visit(n)
+	}
+	return alive
 }
 
 func (k kind) backward() bool {
@@ -276,6 +308,9 @@ func (pl *planner) root(n *G.Node) *G.Node {
 // accumulate is added by an explicit record.
 func (pl *planner) joins() error {
 	for i, n := range pl.gr.grads {
+		if n == nil {
+			continue
+		}
 		for _, l := range pl.leaves(n) {
 			k := pl.source(l)
 			if o := opOf(k.n); o == nil || !o.kind.accumulates(k.i) {
@@ -284,7 +319,7 @@ func (pl *planner) joins() error {
 			pl.target[k] = sink{slot: i}
 		}
 	}
-	for _, n := range pl.gr.Nodes {
+	for _, n := range pl.nodes {
 		if _, grad := pl.isGrad[n]; !isSum(n) || pl.inner(n) || grad {
 			continue
 		}
@@ -362,11 +397,9 @@ func (pl *planner) emit() (err error) {
 	}()
 	pl.leafValues()
 	numForward := pl.p.numForward
-	grads := make([]valueID, len(pl.gr.Params))
-	for i, t := range pl.gr.Params {
-		if pl.gr.Mode == Train {
-			grads[i] = pl.external("d:"+t.Name, pl.p.values[pl.vals[pl.gr.params[i]][0]].spec, inGrad, i)
-		}
+	grads := make([]valueID, len(pl.gr.Trained))
+	for i, t := range pl.gr.Trained {
+		grads[i] = pl.external("d:"+t.Name, fixed(t.Name, dims64(t.Shape)...), inGrad, i)
 	}
 	for at, n := range pl.ops {
 		if at == numForward {
@@ -385,9 +418,18 @@ func (pl *planner) emit() (err error) {
 		for _, c := range pl.children[n] {
 			ins = append(ins, pl.input(o, c, back && pl.p.opt.Recompute))
 		}
+		if o.kind == kLinearDW && pl.gr.rank > 0 {
+			for _, r := range pl.em.lowRank(o, int64(pl.gr.rank), pl.lowRankValues(o, ins, grads)) {
+				pl.add(r)
+			}
+			continue
+		}
 		outs := o.outs()
 		vs, acc := make([]valueID, len(outs)), make([]bool, len(outs))
 		for i, s := range outs {
+			if o.kind.backward() && s.lead == leadNone {
+				vs[i] = none
+			}
 			if t, ok := pl.target[outKey{n, i}]; ok {
 				acc[i] = true
 				if t.of == nil {
@@ -397,7 +439,9 @@ func (pl *planner) emit() (err error) {
 				}
 				continue
 			}
-			vs[i] = pl.newValue(s.name, s)
+			if vs[i] != none {
+				vs[i] = pl.newValue(s.name, s)
+			}
 		}
 		pl.vals[n] = vs
 		for _, r := range pl.em.emit(o, ins, vs, acc) {

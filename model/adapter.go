@@ -1,0 +1,217 @@
+package model
+
+import (
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"math"
+	"math/rand/v2"
+	"strings"
+	"unsafe"
+
+	"harness-s/kernels"
+)
+
+// Adapter is the low-rank part of a model (gpu.md 3.8). The model's weights hold W' = W0 + s B A, which sampler and executor both run, so
+// they cannot drift apart; W0 of the adapted matrices is kept aside and W' is made anew from it after every change of A or B, never
+// updated, so that it does not depend on how the adapter came about.
+type Adapter struct {
+	LoRA   LoRA
+	Params *Params // A and B
+	Base   Base
+
+	matrices []TensorSpec
+	frozen   *Params // W0
+	scaled   *Params // s A and s B: what gradients and W' are made of, the product has no factor
+	diagonal *kernels.Buffer
+	ws       *kernels.Buffer
+	steps    []mergeStep
+	stream   *kernels.Stream
+}
+
+// Base says which weights an adapter stands beside.
+type Base struct {
+	Path   string // directory it was loaded from; empty = the shipped checkpoint, or not known
+	SHA256 string // WeightsSHA256 of the model without adapter
+}
+
+// AdaptOptions are the parts of Adapt that are not in the adapter's files. Train allocates gradients and moments of the adapter.
+type AdaptOptions struct {
+	Train bool
+	Seed  uint64 // of A's start values
+	Path  string // Base.Path
+}
+
+// Adapt puts a fresh adapter beside the model's weights: A uniform in +-1/sqrt(in) as PEFT starts it, B zero, so that the model computes what
+// it did before. The model must have been loaded without Train: its own weights are frozen from here on.
+func (m *Model) Adapt(l LoRA, o AdaptOptions) error {
+	if err := m.newAdapter(l, o); err != nil {
+		return err
+	}
+	for _, e := range m.Adapter.Params.entries {
+		if !strings.HasSuffix(e.Name, loraA) {
+			continue
+		}
+		if err := m.Adapter.Params.WriteF32(Weights, e.Name, uniformA(e, o.Seed)); err != nil {
+			m.dropAdapter()
+			return err
+		}
+	}
+	if err := m.Adapter.merge(); err != nil {
+		m.dropAdapter()
+		return err
+	}
+	return nil
+}
+
+// uniformA draws the start values of an A, keyed by seed and name: kaiming_uniform with a = sqrt(5) is uniform in +-1/sqrt(in).
+func uniformA(e Entry, seed uint64) []float32 {
+	h := fnv.New64a()
+	h.Write([]byte(e.Name))
+	rng := rand.New(rand.NewPCG(seed, h.Sum64()))
+	bound := 1 / math.Sqrt(float64(e.Shape[1]))
+	v := make([]float32, e.Len)
+	for i := range v {
+		v[i] = float32(bound * (2*rng.Float64() - 1))
+	}
+	return v
+}
+
+// newAdapter allocates an adapter, all zero, and takes W0 from the model's weights.
+func (m *Model) newAdapter(l LoRA, o AdaptOptions) (err error) {
+	switch {
+	case m.Adapter != nil:
+		return errors.New("adapt model: it has an adapter already")
+	case m.Params.Has(Grads):
+		return &Error{Op: "adapt model", Err: errors.New("its own weights have gradients"), Hint: "load the model without LoadOptions.Train"}
+	}
+	a := &Adapter{LoRA: l, Base: Base{Path: o.Path}, stream: m.Dev.NewStream()}
+	if a.matrices, err = l.Matrices(m.Config); err != nil {
+		return err
+	}
+	if a.Base.SHA256, err = m.WeightsSHA256(); err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			m.dropAdapter()
+			err = fmt.Errorf("adapt model: %w", err)
+		}
+	}()
+	m.Adapter = a
+	dt, tensors := m.Params.DType, adapterTensors(a.matrices, l.Rank)
+	if a.Params, err = newParams(tensors, m.Dev, dt, o.Train); err != nil {
+		return err
+	}
+	if a.scaled, err = newParams(tensors, m.Dev, dt, false); err != nil {
+		return err
+	}
+	if a.frozen, err = newParams(a.matrices, m.Dev, dt, false); err != nil {
+		return err
+	}
+	for _, t := range a.matrices {
+		a.stream.Copy(&kernels.VecArgs{DType: dt, N: t.Elems(), Src: m.Params.Ptr(Weights, t.Name), Dst: a.frozen.Ptr(Weights, t.Name)})
+	}
+	return a.plan(m)
+}
+
+func (m *Model) dropAdapter() {
+	a := m.Adapter
+	m.Adapter = nil
+	for _, p := range []*Params{a.Params, a.scaled, a.frozen} {
+		if p != nil {
+			p.free()
+		}
+	}
+	for _, b := range []*kernels.Buffer{a.diagonal, a.ws} {
+		if b != nil {
+			b.Free()
+		}
+	}
+	a.stream.Close()
+}
+
+// mergeStep makes W' of one matrix: s A and s B, then the copy of W0 that s B A is added to.
+type mergeStep struct {
+	scaleA, scaleB, add kernels.GemmArgs
+	copy                kernels.VecArgs
+}
+
+// plan sets the merge up: a step per matrix, the diagonal matrix s I [rank, rank] that scales by a product (each sum has one term that is not
+// zero, so s A is rounded once), and one workspace.
+func (a *Adapter) plan(m *Model) error {
+	dt, r := m.Params.DType, int64(a.LoRA.Rank)
+	diag := make([]float32, r*r)
+	for i := range r {
+		diag[i*r+i] = float32(a.LoRA.Scale())
+	}
+	var err error
+	if a.diagonal, err = m.Dev.Alloc(r*r*int64(dt.Size()), "adapter scale"); err != nil {
+		return err
+	}
+	a.stream.UploadReal(a.diagonal.Ptr(), diag, dt)
+	if err := a.stream.Sync(); err != nil {
+		return err
+	}
+	var ws int64
+	for _, t := range a.matrices {
+		mod, n, k := moduleOf(t.Name), int64(t.Shape[0]), int64(t.Shape[1])
+		from := func(p *Params, name string) kernels.Ptr { return p.Ptr(Weights, name) }
+		s := mergeStep{
+			scaleA: kernels.GemmArgs{DType: dt, M: r, N: k, K: r, A: a.diagonal.Ptr(), LDA: r, B: from(a.Params, mod+loraA), LDB: k, C: from(a.scaled, mod+loraA), LDC: k},
+			scaleB: kernels.GemmArgs{DType: dt, M: n, N: r, K: r, A: from(a.Params, mod+loraB), LDA: r, B: a.diagonal.Ptr(), LDB: r, C: from(a.scaled, mod+loraB), LDC: r},
+			copy:   kernels.VecArgs{DType: dt, N: n * k, Src: from(a.frozen, t.Name), Dst: from(m.Params, t.Name)},
+			add: kernels.GemmArgs{DType: dt, Flags: kernels.Beta1, M: n, N: k, K: r, A: from(a.scaled, mod+loraB), LDA: r,
+				B: from(a.Params, mod+loraA), LDB: k, C: from(m.Params, t.Name), LDC: k},
+		}
+		for _, g := range s.products() {
+			ws = max(ws, m.Dev.Workspace(kernels.OpGemm, unsafe.Pointer(g)))
+		}
+		a.steps = append(a.steps, s)
+	}
+	if a.ws, err = m.Dev.Alloc(max(ws, align), "adapter workspace"); err != nil {
+		return err
+	}
+	for i := range a.steps {
+		for _, g := range a.steps[i].products() {
+			g.WS, g.WSBytes = a.ws.Ptr(), a.ws.Bytes()
+		}
+	}
+	return nil
+}
+
+func (s *mergeStep) products() []*kernels.GemmArgs {
+	return []*kernels.GemmArgs{&s.scaleA, &s.scaleB, &s.add}
+}
+
+// merge makes W' of every adapted matrix from W0, A and B.
+func (a *Adapter) merge() error {
+	for i := range a.steps {
+		s := &a.steps[i]
+		a.stream.Gemm(&s.scaleA)
+		a.stream.Gemm(&s.scaleB)
+		a.stream.Copy(&s.copy)
+		a.stream.Gemm(&s.add)
+	}
+	if err := a.stream.Sync(); err != nil {
+		return fmt.Errorf("merge adapter: %w", err)
+	}
+	return nil
+}
+
+// Trainable is what an optimiser step changes: the adapter's parameters, or the model's own without one.
+func (m *Model) Trainable() *Params {
+	if m.Adapter != nil {
+		return m.Adapter.Params
+	}
+	return m.Params
+}
+
+// NumTrainable counts the parameters that training changes.
+func (m *Model) NumTrainable() int64 {
+	var n int64
+	for _, e := range m.Trainable().entries {
+		n += e.Len
+	}
+	return n
+}
