@@ -51,6 +51,7 @@ fuzz: ## ten seconds of each fuzz target
 reference: ## remake the parity fixtures from transformers (Python, ~7 GB of packages in build/venv)
 	python3 -m venv build/venv && build/venv/bin/pip install -q -r tools/reference/requirements.txt
 	build/venv/bin/python tools/reference/reference.py model/testdata/reference
+	build/venv/bin/python tools/reference/lora.py model/testdata/lora
 
 golden: ## refresh golden files
 	go test ./env/harness -update

@@ -196,7 +196,18 @@ func WriteCheckpointSharded(dir string, cfgJSON []byte, tensors []NamedTensor, m
 	return writeCheckpoint(dir, map[string][]byte{configFile: cfgJSON}, sources(tensors), maxShardBytes)
 }
 
-func writeCheckpoint(dir string, files map[string][]byte, ts []source, maxShard int64) (err error) {
+func writeCheckpoint(dir string, files map[string][]byte, ts []source, maxShard int64) error {
+	return publishDir(dir, func(target string) error {
+		if err := writeFiles(target, files); err != nil {
+			return err
+		}
+		return writeShards(target, ts, maxShard)
+	})
+}
+
+// publishDir lets fill write a directory. One that does not exist is filled under another name and renamed, so that it appears complete or not
+// at all; one that does is filled in place.
+func publishDir(dir string, fill func(target string) error) (err error) {
 	dir = filepath.Clean(dir)
 	target := dir
 	if _, serr := os.Stat(dir); os.IsNotExist(serr) {
@@ -215,15 +226,7 @@ func writeCheckpoint(dir string, files map[string][]byte, ts []source, maxShard 
 			return fmt.Errorf("write checkpoint: %w", err)
 		}
 	}
-	for _, name := range slices.Sorted(maps.Keys(files)) {
-		if err := writeAtomic(filepath.Join(target, name), func(w io.Writer) error {
-			_, err := w.Write(files[name])
-			return err
-		}); err != nil {
-			return err
-		}
-	}
-	if err := writeShards(target, ts, maxShard); err != nil {
+	if err := fill(target); err != nil {
 		return err
 	}
 	if target == dir {
@@ -234,6 +237,19 @@ func writeCheckpoint(dir string, files map[string][]byte, ts []source, maxShard 
 	}
 	if err := syncDir(filepath.Dir(dir)); err != nil {
 		return fmt.Errorf("write checkpoint: %w", err)
+	}
+	return nil
+}
+
+// writeFiles writes files into an existing directory, in the order of their names.
+func writeFiles(dir string, files map[string][]byte) error {
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		if err := writeAtomic(filepath.Join(dir, name), func(w io.Writer) error {
+			_, err := w.Write(files[name])
+			return err
+		}); err != nil {
+			return err
+		}
 	}
 	return nil
 }
