@@ -59,17 +59,8 @@ func newPageCache(cfg *Config, dev *kernels.Device, st *kernels.Stream, dt kerne
 	for i := numPages - 1; i >= 0; i-- {
 		c.freePage = append(c.freePage, int32(i))
 	}
-	const align = 64
-	up := func(n int64) int64 { return (n + align - 1) / align * align }
-	kv, rec, conv := up(int64(numPages)*c.pageBytes()), up(int64(numSeqs)*c.recBytes()), up(int64(numSeqs)*c.convBytes())
-	var total int64
-	for _, t := range cfg.LayerTypes {
-		if t == FullAttention {
-			total += 2 * kv
-		} else {
-			total += rec + conv
-		}
-	}
+	kv, rec, conv := cacheBytes(cfg, dt, numSeqs, numPages, pageSize)
+	total := int64(cfg.NumFull())*2*kv + int64(cfg.NumLinear())*(rec+conv)
 	var err error
 	if c.buf, err = dev.Alloc(total, "kv cache and recurrent state"); err != nil {
 		return nil, fmt.Errorf("allocate cache of %d sequences and %d pages: %w", numSeqs, numPages, err)
@@ -99,15 +90,35 @@ func (c *pageCache) free() {
 }
 
 func (c *pageCache) pageBytes() int64 {
-	return int64(c.pageSize*c.cfg.NumKVHeads*c.cfg.HeadDim) * int64(c.dt.Size())
+	return pageBytes(c.cfg, c.dt, c.pageSize)
 }
 
 func (c *pageCache) recBytes() int64 {
-	return int64(c.cfg.LinValueHeads*c.cfg.LinKeyDim*c.cfg.LinValueDim) * int64(c.dt.Size())
+	return recBytes(c.cfg, c.dt)
 }
 
 func (c *pageCache) convBytes() int64 {
-	return int64((c.cfg.ConvKernel-1)*c.cfg.ConvChannels()) * int64(c.dt.Size())
+	return convBytes(c.cfg, c.dt)
+}
+
+// pageBytes are the keys, or the values, of one page of one layer.
+func pageBytes(c *Config, dt kernels.DType, pageSize int) int64 {
+	return int64(pageSize*c.NumKVHeads*c.HeadDim) * int64(dt.Size())
+}
+
+// recBytes is one recurrent state of one layer; it is never stored below float32.
+func recBytes(c *Config, dt kernels.DType) int64 {
+	return int64(c.LinValueHeads*c.LinKeyDim*c.LinValueDim) * int64(max(dt.Size(), 4))
+}
+
+// convBytes is one convolution window of one layer.
+func convBytes(c *Config, dt kernels.DType) int64 {
+	return int64((c.ConvKernel-1)*c.ConvChannels()) * int64(dt.Size())
+}
+
+// cacheBytes are the sizes of one layer's caches: keys or values of a full layer, recurrent and convolution states of a linear one.
+func cacheBytes(c *Config, dt kernels.DType, numSeqs, numPages, pageSize int) (kv, rec, conv int64) {
+	return alignUp(int64(numPages) * pageBytes(c, dt, pageSize)), alignUp(int64(numSeqs) * recBytes(c, dt)), alignUp(int64(numSeqs) * convBytes(c, dt))
 }
 
 func (c *pageCache) pagesFor(tokens int) int { return (tokens + c.pageSize - 1) / c.pageSize }

@@ -86,7 +86,7 @@ func NewExec(m *Model, o ExecOptions) (*Exec, error) {
 		e.Close()
 		return nil, err
 	}
-	if err := e.place(int64((o.MaxRows+kernels.GDNChunk-1)/kernels.GDNChunk + 64)); err != nil {
+	if err := e.place(firstStates(o.MaxRows)); err != nil {
 		e.Close()
 		return nil, err
 	}
@@ -136,11 +136,23 @@ func (e *Exec) grow(b **kernels.Buffer, n int64, label string) error {
 	return nil
 }
 
+// portBytes are the sizes of what is uploaded per batch. dlogp and dent are real: float32 unless the plan is in float64.
+func portBytes(maxRows, maxTargets int, dt kernels.DType) [numPorts]int64 {
+	rows, tgts := alignUp(4*int64(maxRows)), alignUp(4*int64(maxTargets))
+	real := alignUp(max(int64(dt.Size()), 4) * int64(maxTargets))
+	return [numPorts]int64{rows, rows, tgts, tgts, real, real}
+}
+
+// firstStates is how many GDN states the arena holds to begin with: the chunks of one sequence of maxRows rows and room for further segments.
+func firstStates(maxRows int) int64 { return int64((maxRows+kernels.GDNChunk-1)/kernels.GDNChunk + 64) }
+
+// moreStates is what the arena is laid out for when a batch needs more states than have.
+func moreStates(need, have int64, maxRows int) int64 {
+	return min(max(need, 2*have), 2*int64(maxRows))
+}
+
 func (e *Exec) allocatePorts() error {
-	elem := int64(e.m.Params.DType.Size())
-	rows, tgts := alignUp(4*int64(e.opt.MaxRows)), alignUp(4*int64(e.opt.MaxTargets))
-	real := alignUp(elem * int64(e.opt.MaxTargets))
-	sizes := [numPorts]int64{rows, rows, tgts, tgts, real, real}
+	sizes := portBytes(e.opt.MaxRows, e.opt.MaxTargets, e.m.Params.DType)
 	var total int64
 	for _, n := range sizes {
 		total += n
@@ -194,7 +206,7 @@ func (e *Exec) prepare(b *Batch) error {
 	}
 	sh := shapesOf(f, b)
 	if sh.States > e.prog.bucket.States {
-		if err := e.place(min(max(sh.States, 2*e.prog.bucket.States), 2*int64(e.opt.MaxRows))); err != nil {
+		if err := e.place(moreStates(sh.States, e.prog.bucket.States, e.opt.MaxRows)); err != nil {
 			return err
 		}
 	}
@@ -211,14 +223,7 @@ func (e *Exec) prepare(b *Batch) error {
 }
 
 func (e *Exec) bind(sh Shapes) error {
-	var ws int64
-	for _, r := range e.prog.records {
-		r.bind(sh, &e.forest)
-		if r.ws != nil {
-			ws = max(ws, e.m.Dev.Workspace(r.op, r.args))
-		}
-	}
-	if err := e.grow(&e.held.ws, ws, "workspace"); err != nil {
+	if err := e.grow(&e.held.ws, e.prog.bind(e.m.Dev, sh, &e.forest), "workspace"); err != nil {
 		return err
 	}
 	for _, r := range e.prog.records {
@@ -229,10 +234,24 @@ func (e *Exec) bind(sh Shapes) error {
 	return nil
 }
 
+// bind sets every record's sizes and forest and returns the workspace that the records share.
+func (p *Program) bind(dev *kernels.Device, sh Shapes, f *kernels.ForestArgs) (ws int64) {
+	for _, r := range p.records {
+		r.bind(sh, f)
+		if r.ws != nil {
+			ws = max(ws, dev.Workspace(r.op, r.args))
+		}
+	}
+	return ws
+}
+
 // shapesOf gives the program's sizes for a batch.
 func shapesOf(f *kernels.Forest, b *Batch) Shapes {
-	return Shapes{Rows: int64(len(b.IDs)), Targets: int64(len(b.Rows)), States: int64(f.NumChunks) + int64(f.NumSeg)}
+	return Shapes{Rows: int64(len(b.IDs)), Targets: int64(len(b.Rows)), States: statesOf(f)}
 }
+
+// statesOf is the number of GDN states of a forest: one before each chunk and one after each segment.
+func statesOf(f *kernels.Forest) int64 { return int64(f.NumChunks) + int64(f.NumSeg) }
 
 // positions appends each row's absolute position.
 func positions(dst []int32, f *kernels.Forest) []int32 {

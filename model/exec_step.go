@@ -41,7 +41,7 @@ func (e *Exec) GradNorm() (float64, error) {
 	a := &kernels.SumSqArgs{DType: p.DType}
 	for i, t := range entries {
 		a.N, a.X, a.Out = t.Len, p.Ptr(Grads, t.Name), e.held.norms.At(8*int64(i))
-		if err := e.grow(&e.held.ws, e.m.Dev.Workspace(kernels.OpSumSq, unsafe.Pointer(a)), "workspace"); err != nil {
+		if err := e.grow(&e.held.ws, sumSqWorkspace(e.m.Dev, p.DType, t.Len), "workspace"); err != nil {
 			return 0, err
 		}
 		a.WS, a.WSBytes = e.held.ws.Ptr(), e.held.ws.Bytes()
@@ -104,6 +104,11 @@ func (e *Exec) Step(h Hyper) error {
 		return e.m.Adapter.merge()
 	}
 	return nil
+}
+
+// sumSqWorkspace is what the sum of squares of n elements needs.
+func sumSqWorkspace(dev *kernels.Device, dt kernels.DType, n int64) int64 {
+	return dev.Workspace(kernels.OpSumSq, unsafe.Pointer(&kernels.SumSqArgs{DType: dt, N: n}))
 }
 
 func decays(t Entry) bool { return len(t.Shape) == 2 }

@@ -65,11 +65,15 @@ type spec struct {
 	lead  lead
 	dims  []int64
 	index bool   // int32
+	wide  bool   // float32 also in a bfloat16 plan (abi.h, HS_BF16)
 	parts []spec // non-nil: a packed handle
 }
 
 func rows(name string, dims ...int64) spec  { return spec{name: name, lead: leadRows, dims: dims} }
 func fixed(name string, dims ...int64) spec { return spec{name: name, dims: dims} }
+func wideRows(name string, dims ...int64) spec {
+	return spec{name: name, lead: leadRows, dims: dims, wide: true}
+}
 func index(name string, l lead, dims ...int64) spec {
 	return spec{name: name, lead: l, dims: dims, index: true}
 }
@@ -184,18 +188,18 @@ var (
 )
 
 func convOuts(g geometry) []spec {
-	return []spec{rows("q", g.NK*g.DK), rows("k", g.NK*g.DK), rows("v", g.NV*g.DV), rows("beta", g.NV), rows("g", g.NV)}
+	return []spec{rows("q", g.NK*g.DK), rows("k", g.NK*g.DK), rows("v", g.NV*g.DV), wideRows("beta", g.NV), wideRows("g", g.NV)}
 }
 
 func gdnOuts(g geometry) []spec {
-	return []spec{rows("o", g.NV*g.DV), {name: "states", lead: leadStates, dims: []int64{g.NV, g.DK, g.DV}}}
+	return []spec{rows("o", g.NV*g.DV), {name: "states", lead: leadStates, dims: []int64{g.NV, g.DK, g.DV}, wide: true}}
 }
 
 func prepOuts(g geometry) []spec { return []spec{rows("q", g.NH*g.HD), rows("k", g.NKV*g.HD)} }
 
-func attnOuts(g geometry) []spec { return []spec{rows("o", g.NH*g.HD), rows("lse", g.NH)} }
+func attnOuts(g geometry) []spec { return []spec{rows("o", g.NH*g.HD), wideRows("lse", g.NH)} }
 
-func targets(name string) spec { return spec{name: name, lead: leadTargets} }
+func targets(name string) spec { return spec{name: name, lead: leadTargets, wide: true} }
 
 func packed(parts []spec) spec { return spec{name: "handle", parts: parts} }
 

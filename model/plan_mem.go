@@ -80,54 +80,74 @@ func (p *Program) liveness() {
 // elem is the size of a float element in bytes.
 func (p *Program) elem() int64 { return int64(p.opt.DType.Size()) }
 
-// Place assigns arena offsets for batches of up to sh: buffers from large to small, each into the smallest gap between the buffers that are
-// live at the same time.
+// bytes is the aligned size of the buffer when the plan stores floats as dt.
+func (b *buffer) bytes(sh Shapes, dt kernels.DType) int64 {
+	elem := int64(dt.Size())
+	if dt == kernels.BF16 && b.spec.wide {
+		elem = 4
+	}
+	return alignUp(b.spec.elems(sh) * elem)
+}
+
+// Place assigns arena offsets for batches of up to sh.
 func (p *Program) Place(sh Shapes) {
-	size := func(b int) int64 { return alignUp(p.buffers[b].spec.elems(sh) * p.elem()) }
+	p.arenaBytes = assign(p.buffers, sh, p.opt.DType)
+	p.liveBytes = 0
+	for i := range p.records {
+		var live int64
+		for b := range p.buffers {
+			if o := &p.buffers[b]; o.first >= 0 && o.first <= i && i <= o.last {
+				live += o.bytes(sh, p.opt.DType)
+			}
+		}
+		p.liveBytes = max(p.liveBytes, live)
+	}
+	p.bucket = sh
+}
+
+// ArenaBytes is the arena that the program needs for batches of up to sh when floats are stored as dt; with BF16 the values that abi.h names
+// stay float32. The program stays placed as it is.
+func (p *Program) ArenaBytes(sh Shapes, dt kernels.DType) int64 {
+	return assign(slices.Clone(p.buffers), sh, dt)
+}
+
+// assign gives every live buffer its offset and returns the bytes of all: buffers from large to small, each into the smallest gap between
+// the buffers that are live at the same time.
+func assign(buffers []buffer, sh Shapes, dt kernels.DType) (arena int64) {
+	sizes := make([]int64, len(buffers))
 	var order []int
-	for b := range p.buffers {
-		if p.buffers[b].first >= 0 {
+	for b := range buffers {
+		if buffers[b].first >= 0 {
+			sizes[b] = buffers[b].bytes(sh, dt)
 			order = append(order, b)
 		}
 	}
 	slices.SortStableFunc(order, func(a, b int) int {
-		return cmp.Or(cmp.Compare(size(b), size(a)), cmp.Compare(p.buffers[a].first, p.buffers[b].first))
+		return cmp.Or(cmp.Compare(sizes[b], sizes[a]), cmp.Compare(buffers[a].first, buffers[b].first))
 	})
 	var placed []int // by offset
-	p.arenaBytes = 0
 	for _, b := range order {
-		buf := &p.buffers[b]
-		need := size(b)
+		buf, need := &buffers[b], sizes[b]
 		at, gap, best, bestGap := int64(0), int64(0), int64(-1), int64(0)
 		for _, q := range placed {
-			o := &p.buffers[q]
+			o := &buffers[q]
 			if o.last < buf.first || buf.last < o.first {
 				continue
 			}
 			if gap = o.offset - at; gap >= need && (best < 0 || gap < bestGap) {
 				best, bestGap = at, gap
 			}
-			at = max(at, o.offset+size(q))
+			at = max(at, o.offset+sizes[q])
 		}
 		if best < 0 {
 			best = at
 		}
 		buf.offset = best
-		p.arenaBytes = max(p.arenaBytes, best+need)
-		i, _ := slices.BinarySearchFunc(placed, best, func(q int, off int64) int { return cmp.Compare(p.buffers[q].offset, off) })
+		arena = max(arena, best+need)
+		i, _ := slices.BinarySearchFunc(placed, best, func(q int, off int64) int { return cmp.Compare(buffers[q].offset, off) })
 		placed = slices.Insert(placed, i, b)
 	}
-	p.liveBytes = 0
-	for i := range p.records {
-		var live int64
-		for b := range p.buffers {
-			if p.buffers[b].first >= 0 && p.buffers[b].first <= i && i <= p.buffers[b].last {
-				live += size(b)
-			}
-		}
-		p.liveBytes = max(p.liveBytes, live)
-	}
-	p.bucket = sh
+	return arena
 }
 
 // PeakBytes is the activation arena of the placed bucket.

@@ -26,6 +26,20 @@ type RunnerOptions struct {
 	MaxRows   int // rows of one pass through the layers; longer appends are split at multiples of it; 1024
 }
 
+func (o *RunnerOptions) setDefaults() {
+	set := func(p *int, d int) {
+		if *p == 0 {
+			*p = d
+		}
+	}
+	set(&o.MaxSeqs, 96)
+	set(&o.MaxTokens, 96*1024)
+	set(&o.PageSize, 16)
+	set(&o.MaxRows, 1024)
+}
+
+func (o *RunnerOptions) numPages() int { return (o.MaxTokens + o.PageSize - 1) / o.PageSize }
+
 // Work asks a Runner to feed Append to a sequence and, with Sample, to draw the token that follows.
 type Work struct {
 	Seq      SeqID
@@ -97,23 +111,14 @@ type piece struct {
 
 // NewRunner allocates caches and activations for m on its device.
 func NewRunner(m *Model, o RunnerOptions) (*Runner, error) {
-	set := func(p *int, d int) {
-		if *p == 0 {
-			*p = d
-		}
-	}
-	set(&o.MaxSeqs, 96)
-	set(&o.MaxTokens, 96*1024)
-	set(&o.PageSize, 16)
-	set(&o.MaxRows, 1024)
+	o.setDefaults()
 	if o.MaxSeqs < 1 || o.MaxTokens < o.PageSize || o.PageSize < 1 || o.MaxRows < o.MaxSeqs {
 		return nil, fmt.Errorf("runner options: need max_seqs >= 1, page_size >= 1, max_tokens >= page_size, max_rows >= max_seqs; got %+v", o)
 	}
 	cfg := m.Config
 	r := &Runner{m: m, st: m.Dev.NewStream(), opt: o, dt: m.Params.DType, valid: m.ValidVocab()}
 	var err error
-	numPages := (o.MaxTokens + o.PageSize - 1) / o.PageSize
-	if r.cache, err = newPageCache(cfg, m.Dev, r.st, r.dt, o.MaxSeqs, numPages, o.PageSize); err != nil {
+	if r.cache, err = newPageCache(cfg, m.Dev, r.st, r.dt, o.MaxSeqs, o.numPages(), o.PageSize); err != nil {
 		return nil, err
 	}
 	if err = r.allocate(); err != nil {
@@ -137,40 +142,55 @@ func (r *Runner) Close() {
 	r.st.Close()
 }
 
-func (r *Runner) allocate() error {
-	c, t, elem := r.m.Config, int64(r.opt.MaxRows), int64(r.dt.Size())
-	var off int64
-	type slot struct {
-		dst *kernels.Ptr
-		off int64
-	}
-	var slots []slot
-	add := func(dst *kernels.Ptr, rows, width int64) {
-		slots = append(slots, slot{dst, off})
-		off += (rows*width*elem + 63) / 64 * 64
-	}
-	d, i, a := int64(c.Hidden), int64(c.Intermediate), &r.a
-	qk, vd, nv, ch := int64(c.LinKeyHeads*c.LinKeyDim), int64(c.LinValueHeads*c.LinValueDim), int64(c.LinValueHeads), int64(c.ConvChannels())
+// field is one of a pass's activations: where its address goes and its bytes.
+type field struct {
+	at    *kernels.Ptr
+	bytes int64
+}
+
+// fields lists the activations of passes of up to maxRows rows that sample up to maxSeqs, the logits last. With BF16 the gates and the
+// logits stay float32 (abi.h).
+func (a *activations) fields(c *Config, dt kernels.DType, maxRows, maxSeqs int) []field {
+	elem := int64(dt.Size())
+	d, i := int64(c.Hidden), int64(c.Intermediate)
+	qk, vd, nv, ch := int64(c.KeyDim()), int64(c.ValueDim()), int64(c.LinValueHeads), int64(c.ConvChannels())
 	aq, akv := int64(c.NumHeads*c.HeadDim), int64(c.NumKVHeads*c.HeadDim)
-	for _, s := range []struct {
-		dst   *kernels.Ptr
-		width int64
-	}{
+	fs := []field{
 		{&a.x, d}, {&a.n, d}, {&a.xs, d}, {&a.ns, d}, {&a.gate, i}, {&a.up, i},
 		{&a.p, ch}, {&a.z, vd}, {&a.b, nv}, {&a.a, nv}, {&a.q, qk}, {&a.k, qk}, {&a.v, vd}, {&a.beta, nv}, {&a.g, nv}, {&a.o, vd},
 		{&a.y, max(vd, aq)}, {&a.qg, 2 * aq}, {&a.kin, akv}, {&a.aq, aq}, {&a.ak, akv}, {&a.av, akv}, {&a.ao, aq},
-	} {
-		add(s.dst, t, s.width)
 	}
-	add(&a.logits, int64(r.opt.MaxSeqs), int64(c.VocabSize))
+	for j := range fs {
+		e := elem
+		if fs[j].at == &a.beta || fs[j].at == &a.g {
+			e = max(e, 4)
+		}
+		fs[j].bytes = alignUp(int64(maxRows) * fs[j].bytes * e)
+	}
+	return append(fs, field{&a.logits, alignUp(int64(maxSeqs) * int64(c.VocabSize) * max(elem, 4))})
+}
+
+// sampleRowBytes are those of the sampling parameters and results of maxSeqs rows.
+func sampleRowBytes(maxSeqs int, dt kernels.DType) int64 {
+	return int64(maxSeqs) * (kernels.SampleRowBytes + 4 + 2*max(int64(dt.Size()), 4))
+}
+
+func (r *Runner) allocate() error {
+	fields := r.a.fields(r.m.Config, r.dt, r.opt.MaxRows, r.opt.MaxSeqs)
+	var total int64
+	for _, f := range fields {
+		total += f.bytes
+	}
 	var err error
-	if r.act, err = r.m.Dev.Alloc(off, "sampler activations"); err != nil {
-		return fmt.Errorf("allocate sampler activations for %d rows: %w", t, err)
+	if r.act, err = r.m.Dev.Alloc(total, "sampler activations"); err != nil {
+		return fmt.Errorf("allocate sampler activations for %d rows: %w", r.opt.MaxRows, err)
 	}
-	for _, s := range slots {
-		*s.dst = r.act.At(s.off)
+	off := int64(0)
+	for _, f := range fields {
+		*f.at = r.act.At(off)
+		off += f.bytes
 	}
-	if r.rbuf, err = r.m.Dev.Alloc(int64(r.opt.MaxSeqs)*(kernels.SampleRowBytes+4+2*elem), "sample rows"); err != nil {
+	if r.rbuf, err = r.m.Dev.Alloc(sampleRowBytes(r.opt.MaxSeqs, r.dt), "sample rows"); err != nil {
 		return fmt.Errorf("allocate sample rows: %w", err)
 	}
 	return nil

@@ -84,8 +84,8 @@ func (r *Runner) upload(batch []piece) (*passIndex, error) {
 		forestBytes = f.DeviceBytes()
 	}
 	t, n := int(x.rows), int(x.sampled)
-	total := 3*t + len(batch)*int(x.maxPages) + int(x.decode) + 3*n
-	if err := r.needIndex(int64(total)*4 + 64 + forestBytes); err != nil {
+	total := int(x.numInts(len(batch)))
+	if err := r.need(&r.ibuf, indexRoom(x.numInts(len(batch)), forestBytes), "sampler indices"); err != nil {
 		return nil, err
 	}
 	r.ints = append(r.ints[:0], make([]int32, total)...)
@@ -115,40 +115,67 @@ func (r *Runner) upload(batch []piece) (*passIndex, error) {
 	x.sel = at(3*t + len(table) + len(dslots))
 	x.selSeq, x.selPos = at(3*t+len(table)+len(dslots)+n), at(3*t+len(table)+len(dslots)+2*n)
 	if f != nil {
-		x.forest = f.Upload(r.st, r.ibuf.At((int64(total)*4+63)/64*64))
+		x.forest = f.Upload(r.st, r.ibuf.At(alignUp(int64(total)*4)))
 	}
-	return x, nil
+	return x, r.need(&r.ws, passWorkspace(r.m.Dev, r.m.Config, r.dt, x, r.opt.PageSize), "sampler workspace")
 }
 
-func (r *Runner) needIndex(bytes int64) error {
-	if r.ibuf != nil && r.ibuf.Bytes() >= bytes {
+// numInts is the number of indices of a pass over the given number of pieces.
+func (x *passIndex) numInts(pieces int) int64 {
+	return 3*x.rows + int64(pieces)*x.maxPages + x.decode + 3*x.sampled
+}
+
+// indexRoom is the bytes of a pass's indices with its forest behind them.
+func indexRoom(ints, forestBytes int64) int64 { return 4*ints + align + forestBytes }
+
+// room is what is allocated when a pass needs more than any before it: half as much again, since contexts grow.
+func room(need int64) int64 { return alignUp(need + need/2) }
+
+// need makes *b at least n bytes.
+func (r *Runner) need(b **kernels.Buffer, n int64, label string) error {
+	if n <= 0 || *b != nil && (*b).Bytes() >= n {
 		return nil
 	}
-	if r.ibuf != nil {
-		r.ibuf.Free()
-	}
+	(*b).Free()
 	var err error
-	r.ibuf, err = r.m.Dev.Alloc(bytes*2, "sampler indices")
+	*b, err = r.m.Dev.Alloc(room(n), label)
 	return err
 }
 
-// scratch returns a workspace for the op; it grows to the largest seen and stays.
-func (r *Runner) scratch(op kernels.Op, args unsafe.Pointer) (kernels.Ptr, int64) {
-	need := r.m.Dev.Workspace(op, args)
-	if need <= 0 {
-		return 0, 0
+// passWorkspace is the most workspace that an op of the pass needs.
+func passWorkspace(dev *kernels.Device, c *Config, dt kernels.DType, x *passIndex, pageSize int) (most int64) {
+	need := func(op kernels.Op, args unsafe.Pointer) { most = max(most, dev.Workspace(op, args)) }
+	nk, dk, nv, dv := int64(c.LinKeyHeads), int64(c.LinKeyDim), int64(c.LinValueHeads), int64(c.LinValueDim)
+	nh, nkv, hd := int64(c.NumHeads), int64(c.NumKVHeads), int64(c.HeadDim)
+	gemm := func(m, k, n int64, flags uint32) {
+		if m > 0 {
+			need(kernels.OpGemm, unsafe.Pointer(&kernels.GemmArgs{DType: dt, Flags: kernels.TransB | flags, M: m, N: n, K: k, LDA: k, LDB: k, LDC: n}))
+		}
 	}
-	if r.ws == nil || r.ws.Bytes() < need {
-		if r.ws != nil {
-			r.ws.Free()
-		}
-		b, err := r.m.Dev.Alloc(need*3/2, "sampler workspace")
-		if err != nil {
-			r.ws = nil
-			r.st.Fail(fmt.Errorf("allocate %d bytes of sampler workspace: %w", need, err))
-			return 0, 0
-		}
-		r.ws = b
+	d, i, vd, aq := int64(c.Hidden), int64(c.Intermediate), int64(c.ValueDim()), nh*hd
+	for _, n := range []int64{int64(c.ConvChannels()), vd, nv, 2 * aq, nkv * hd, i} {
+		gemm(x.rows, d, n, 0)
+	}
+	for _, k := range []int64{vd, aq, i} {
+		gemm(x.rows, k, d, kernels.Beta1)
+	}
+	if n := x.rows - x.decode; n > 0 {
+		need(kernels.OpConvGate, unsafe.Pointer(&kernels.ConvGateArgs{DType: dt, T: n, NK: nk, DK: dk, NV: nv, DV: dv, F: x.forest}))
+		need(kernels.OpGDN, unsafe.Pointer(&kernels.GDNArgs{DType: dt, T: n, NK: nk, DK: dk, NV: nv, DV: dv, F: x.forest}))
+	}
+	need(kernels.OpAttnPrep, unsafe.Pointer(&kernels.AttnPrepArgs{DType: dt, T: x.rows, NH: nh, NKV: nkv, HD: hd, Rot: int64(c.RotaryDim)}))
+	need(kernels.OpAttnPaged, unsafe.Pointer(&kernels.AttnPagedArgs{DType: dt, T: x.rows, NH: nh, NKV: nkv, HD: hd, PageSize: int64(pageSize), MaxPages: x.maxPages}))
+	if n := x.sampled; n > 0 {
+		gemm(n, d, int64(c.VocabSize), 0)
+		need(kernels.OpSample, unsafe.Pointer(&kernels.SampleArgs{DType: dt, B: n, V: int64(c.VocabSize), VocabValid: int64(c.VocabSize)}))
+	}
+	return most
+}
+
+// scratch is the workspace of the pass, which upload has sized.
+func (r *Runner) scratch() (kernels.Ptr, int64) {
+	if r.ws == nil {
+		return 0, 0
 	}
 	return r.ws.Ptr(), r.ws.Bytes()
 }
@@ -162,7 +189,7 @@ func (r *Runner) linear(y, x, w kernels.Ptr, m int64, k, n int, accumulate bool)
 	if accumulate {
 		g.Flags |= kernels.Beta1
 	}
-	g.WS, g.WSBytes = r.scratch(kernels.OpGemm, unsafe.Pointer(&g))
+	g.WS, g.WSBytes = r.scratch()
 	r.st.Gemm(&g)
 }
 
@@ -198,10 +225,10 @@ func (r *Runner) deltaNet(layer int, x *passIndex, last bool) {
 		cg := kernels.ConvGateArgs{DType: r.dt, T: n, NK: nk, DK: dk, NV: nv, DV: dv, Eps: l2Eps, F: x.forest,
 			P: r.off(a.p, s, ch), A: r.off(a.a, s, c.LinValueHeads), B: r.off(a.b, s, c.LinValueHeads), W: w.conv, ALog: w.aLog, DTBias: w.dtBias,
 			Q: q, K: k, V: v, Beta: beta, G: g, ConvState: l.conv}
-		cg.WS, cg.WSBytes = r.scratch(kernels.OpConvGate, unsafe.Pointer(&cg))
+		cg.WS, cg.WSBytes = r.scratch()
 		st.ConvGate(&cg)
 		gd := kernels.GDNArgs{DType: r.dt, T: n, NK: nk, DK: dk, NV: nv, DV: dv, F: x.forest, Q: q, K: k, V: v, Beta: beta, G: g, O: r.off(a.o, s, vd), RecState: l.rec}
-		gd.WS, gd.WSBytes = r.scratch(kernels.OpGDN, unsafe.Pointer(&gd))
+		gd.WS, gd.WSBytes = r.scratch()
 		st.GDN(&gd)
 	}
 	rows, n, o, h := x.rows, a.n, a.o, a.x
@@ -233,7 +260,7 @@ func (r *Runner) attention(layer int, x *passIndex, last bool) {
 		if nkv > 0 {
 			p.KIn, p.WK, p.K = a.kin, w.kNorm, a.ak
 		}
-		p.WS, p.WSBytes = r.scratch(kernels.OpAttnPrep, unsafe.Pointer(&p))
+		p.WS, p.WSBytes = r.scratch()
 		st.AttnPrep(&p)
 	}
 	r.norm(a.n, a.x, w.norm1, x.rows)
@@ -257,7 +284,7 @@ func (r *Runner) attention(layer int, x *passIndex, last bool) {
 	prep(rows, pos, nh, 0)
 	ap := kernels.AttnPagedArgs{DType: r.dt, T: rows, NH: nh, NKV: nkv, HD: hd, PageSize: int64(r.opt.PageSize), MaxPages: x.maxPages,
 		Seq: seq, Pos: pos, BlockTable: x.table, Q: a.aq, KCache: l.k, VCache: l.v, O: a.ao}
-	ap.WS, ap.WSBytes = r.scratch(kernels.OpAttnPaged, unsafe.Pointer(&ap))
+	ap.WS, ap.WSBytes = r.scratch()
 	st.AttnPaged(&ap)
 	st.Gate(&kernels.GateArgs{DType: r.dt, T: rows, NH: nh, HD: hd, O: a.ao, QG: a.qg, Y: a.y})
 	r.linear(h, a.y, w.out, rows, aq, d, true)
@@ -294,7 +321,7 @@ func (r *Runner) sample(work []Work, batch []piece, x *passIndex) {
 	tok, lp, ent := r.results(x.sampled)
 	s := kernels.SampleArgs{DType: r.dt, B: x.sampled, V: int64(c.VocabSize), VocabValid: r.valid, Logits: a.logits,
 		Rows: r.rbuf.Ptr(), Token: tok, LogP: lp, Entropy: ent}
-	s.WS, s.WSBytes = r.scratch(kernels.OpSample, unsafe.Pointer(&s))
+	s.WS, s.WSBytes = r.scratch()
 	r.st.Sample(&s)
 }
 
