@@ -11,7 +11,14 @@ FUZZ    := ./model:FuzzSafetensors ./model:FuzzScan ./model/chat:FuzzParser ./en
            ./env/dbbench/embedded:FuzzScan
 
 .DEFAULT_GOAL := build
-.PHONY: help report build demo test race vet fmt staticcheck check fuzz reference golden tiny bench size clean
+# The emulator of the CUDA kernels: every .cu file compiled by g++ with emu/shim.h in place of CUDA's headers.
+CU       := $(wildcard kernels/cuda/*.cu)
+CU_DEPS  := kernels/abi.h kernels/emu/shim.h $(wildcard kernels/cuda/*.cuh)
+EMU_OBJ  := $(CU:kernels/cuda/%.cu=build/emu/%.o) build/emu/emu.o
+EMU_FLAGS := -x c++ -std=c++17 -O2 -g1 -Wall -Wextra -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wno-unknown-pragmas \
+             -Wno-psabi -include kernels/emu/shim.h
+
+.PHONY: help report build demo test emu race vet fmt staticcheck check fuzz reference golden tiny bench size clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -24,11 +31,25 @@ build: report ## build/hs
 	@mkdir -p build
 	go build -trimpath -ldflags '$(LDFLAGS)' -o $(HS) ./cmd/hs
 
+emu: build/libhs_emu.so ## build/libhs_emu.so: the CUDA kernels on the CPU (device "emu")
+
+build/emu/%.o: kernels/cuda/%.cu $(CU_DEPS)
+	@mkdir -p build/emu
+	g++ $(EMU_FLAGS) -c $< -o $@
+
+build/emu/%.o: kernels/emu/%.cpp $(CU_DEPS)
+	@mkdir -p build/emu
+	g++ $(EMU_FLAGS) -c $< -o $@
+
+build/libhs_emu.so: $(EMU_OBJ)
+	g++ -shared -Wl,-z,defs -o $@ $^ -lpthread -lm
+
 demo: build ## train the shipped tiny policy with Harness-S on the embedded database world: SEED=1 RUN=demo-1
 	$(HS) train --preset demo --set run.seed=$(SEED) --run $(RUN) --clean --json
 
 test: ## every test, then what was skipped and why, then the summary
 	@tools/setup.sh test
+	@$(MAKE) --no-print-directory emu
 	@tools/skips.sh -timeout 20m ./...
 
 race: ## the race detector on the pure-Go packages

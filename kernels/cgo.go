@@ -13,6 +13,8 @@ package kernels
 #cgo nocallback hs_shim_copy_out
 
 #define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -23,15 +25,39 @@ package kernels
 // The text of a failure is the calling thread's, so it is copied inside the call that failed.
 typedef struct { int status; char* text; } hs_result;
 
-static hs_result hs_result_of(hs_status st) {
+static hs_result hs_result_of(const hs_api* api, hs_status st) {
   hs_result r = {st, 0};
-  if (st != HS_OK) r.text = strdup(hs_get_api(HS_ABI_VERSION)->last_error());
+  if (st != HS_OK) r.text = strdup(api->last_error());
   return r;
 }
-static hs_result hs_shim_run(int32_t op, const void* args) { return hs_result_of(hs_get_api(HS_ABI_VERSION)->run(0, op, args)); }
-static hs_result hs_shim_configure(const char* k, const char* v) { return hs_result_of(hs_get_api(HS_ABI_VERSION)->configure(k, v)); }
-static int64_t hs_shim_workspace(int32_t op, const void* args) { return hs_get_api(HS_ABI_VERSION)->workspace(op, args); }
-static const char* hs_shim_build(void) { return hs_get_api(HS_ABI_VERSION)->build_info(); }
+static hs_result hs_shim_run(const hs_api* api, uintptr_t stream, int32_t op, const void* args) {
+  return hs_result_of(api, api->run((hs_stream*)stream, op, args));
+}
+static hs_result hs_shim_configure(const hs_api* api, const char* k, const char* v) { return hs_result_of(api, api->configure(k, v)); }
+static int64_t hs_shim_workspace(const hs_api* api, int32_t op, const void* args) { return api->workspace(op, args); }
+static const char* hs_shim_build(const hs_api* api) { return api->build_info(); }
+
+// The table of the library at path, or a text that says why there is none. A library stays loaded for the life of the process.
+static const hs_api* hs_shim_load(const char* path, char* text, size_t n) {
+  void* lib = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!lib) {
+    snprintf(text, n, "%s", dlerror());
+    return 0;
+  }
+  const hs_api* (*get)(uint32_t) = (const hs_api* (*)(uint32_t))dlsym(lib, "hs_get_api");
+  if (!get) {
+    snprintf(text, n, "%s: no hs_get_api", path);
+    return 0;
+  }
+  const hs_api* api = get(HS_ABI_VERSION);
+  for (uint32_t v = 1; !api && v < 1000; v++)   // which one it speaks, for the message
+    if (v != HS_ABI_VERSION && get(v)) {
+      snprintf(text, n, "%s speaks version %u of the interface, this program version %u", path, v, (unsigned)HS_ABI_VERSION);
+      return 0;
+    }
+  if (!api) snprintf(text, n, "%s does not speak version %u of the interface", path, (unsigned)HS_ABI_VERSION);
+  return api;
+}
 
 static void hs_shim_copy_in(uint64_t dst, const void* src, int64_t n) { memcpy((void*)(uintptr_t)dst, src, (size_t)n); }
 static void hs_shim_copy_out(void* dst, uint64_t src, int64_t n) { memcpy(dst, (const void*)(uintptr_t)src, (size_t)n); }
@@ -40,6 +66,31 @@ static void hs_shim_fill(uint64_t dst, int64_t n, int v) { memset((void*)(uintpt
 // Memory from here up comes straight from the kernel (zeroed) with huge pages asked for: weights and activations walk fewer pages.
 #define HS_MAP_BYTES ((int64_t)4 << 20)
 #define HS_HUGE ((int64_t)2 << 20)
+// Tests of kernels put each allocation against pages that are not mapped: [bytes of its pages][guard page]. The last byte is at most
+// 15 bytes before the guard; what lies around the allocation in its own pages holds a pattern that free checks.
+#define HS_PAGE ((int64_t)4096)
+#define HS_PATTERN 0x5a
+static int64_t hs_guard_pages(int64_t n) { return (n + 15 + HS_PAGE - 1) & ~(HS_PAGE - 1); }
+static uint64_t hs_shim_guard_alloc(int64_t n) {
+  const int64_t pages = hs_guard_pages(n);
+  char* p = mmap(0, (size_t)(pages + 2 * HS_PAGE), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) return 0;
+  p += HS_PAGE;
+  if (mprotect(p, (size_t)pages, PROT_READ | PROT_WRITE)) return 0;
+  char* at = p + pages - ((n + 15) & ~(int64_t)15);
+  memset(p, HS_PATTERN, (size_t)pages);
+  memset(at, 0, (size_t)n);
+  return (uint64_t)(uintptr_t)at;
+}
+// Frees, and returns the distance of the first byte written outside [0, n) (negative = before), or 0.
+static int64_t hs_shim_guard_free(uint64_t at, int64_t n) {
+  char *a = (char*)(uintptr_t)at, *end = a + ((n + 15) & ~(int64_t)15), *p = end - hs_guard_pages(n);
+  int64_t bad = 0;
+  for (char* c = end - 1; c >= a + n; c--) if (*c != HS_PATTERN) bad = c - a;
+  for (char* c = p; c < a && !bad; c++) if (*c != HS_PATTERN) bad = c - a;
+  munmap(p - HS_PAGE, (size_t)(hs_guard_pages(n) + 2 * HS_PAGE));
+  return bad;
+}
 static uint64_t hs_shim_alloc(int64_t n) {
   if (n < HS_MAP_BYTES) {
     void* p = 0;
@@ -77,16 +128,33 @@ import (
 // maxThreads is HS_MAX_THREADS of cpu.h.
 const maxThreads = 64
 
-// tableVersion checks that the linked table serves the version of abi.h and has its size.
-func tableVersion() (int, error) {
-	api := C.hs_get_api(C.HS_ABI_VERSION)
+// table is one table of native functions.
+type table struct{ api *C.hs_api }
+
+// linkedTable is the cpu table, which is part of the program.
+func linkedTable() (table, error) { return checkTable(C.hs_get_api(C.HS_ABI_VERSION), "the cpu table") }
+
+// loadTable opens the library at path and takes its table.
+func loadTable(path string) (table, error) {
+	p := C.CString(path)
+	defer C.free(unsafe.Pointer(p))
+	var text [1024]C.char
+	api := C.hs_shim_load(p, &text[0], C.size_t(len(text)))
 	if api == nil {
-		return 0, fmt.Errorf("the cpu table does not serve version %d of the interface", int(C.HS_ABI_VERSION))
+		return table{}, errors.New(C.GoString(&text[0]))
 	}
-	if uintptr(api.size) != unsafe.Sizeof(*api) || api.version != C.HS_ABI_VERSION {
-		return int(api.version), fmt.Errorf("the cpu table has version %d and %d bytes, want %d and %d", int(api.version), int(api.size), int(C.HS_ABI_VERSION), unsafe.Sizeof(*api))
+	return checkTable(api, path)
+}
+
+// checkTable refuses a table whose version or size is not that of abi.h.
+func checkTable(api *C.hs_api, what string) (table, error) {
+	if api == nil {
+		return table{}, fmt.Errorf("%s does not serve version %d of the interface", what, ABIVersion)
 	}
-	return int(api.version), nil
+	if uintptr(api.size) != unsafe.Sizeof(*api) || int(api.version) != ABIVersion {
+		return table{}, fmt.Errorf("%s has version %d of the interface and %d bytes, this program version %d and %d", what, int(api.version), int(api.size), ABIVersion, unsafe.Sizeof(*api))
+	}
+	return table{api}, nil
 }
 
 func resultError(r C.hs_result) error {
@@ -94,26 +162,35 @@ func resultError(r C.hs_result) error {
 		return nil
 	}
 	defer C.free(unsafe.Pointer(r.text))
-	return errors.New(C.GoString(r.text))
+	err := errors.New(C.GoString(r.text))
+	if r.status == C.HS_ERR_UNSUPPORTED {
+		return &unsupportedError{err}
+	}
+	return err
 }
 
-func tableRun(op Op, args unsafe.Pointer) error {
-	return resultError(C.hs_shim_run(C.int32_t(op), args))
+func (t table) run(stream uintptr, op Op, args unsafe.Pointer) error {
+	return resultError(C.hs_shim_run(t.api, C.uintptr_t(stream), C.int32_t(op), args))
 }
 
-func tableWorkspace(op Op, args unsafe.Pointer) int64 {
-	return int64(C.hs_shim_workspace(C.int32_t(op), args))
+func (t table) workspace(op Op, args unsafe.Pointer) int64 {
+	return int64(C.hs_shim_workspace(t.api, C.int32_t(op), args))
 }
 
-func tableConfigure(key, value string) error {
+func (t table) configure(key, value string) error {
 	k, v := C.CString(key), C.CString(value)
 	defer C.free(unsafe.Pointer(k))
 	defer C.free(unsafe.Pointer(v))
-	return resultError(C.hs_shim_configure(k, v))
+	return resultError(C.hs_shim_configure(t.api, k, v))
 }
 
-func tableBuildInfo() string { return C.GoString(C.hs_shim_build()) }
+func (t table) name() string      { return C.GoString(t.api.name) }
+func (t table) buildInfo() string { return C.GoString(C.hs_shim_build(t.api)) }
 
+func guardAlloc(bytes int64) Ptr { return Ptr(C.hs_shim_guard_alloc(C.int64_t(bytes))) }
+func guardFree(p Ptr, bytes int64) int64 {
+	return int64(C.hs_shim_guard_free(C.uint64_t(p), C.int64_t(bytes)))
+}
 func hostAlloc(bytes int64) Ptr   { return Ptr(C.hs_shim_alloc(C.int64_t(bytes))) }
 func hostFree(p Ptr, bytes int64) { C.hs_shim_free(C.uint64_t(p), C.int64_t(bytes)) }
 func hostCopyIn(dst Ptr, src unsafe.Pointer, n int64) {

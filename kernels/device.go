@@ -2,7 +2,7 @@
 //
 // A Device pairs a driver (memory and copies) with a table of native functions (abi.h); "cpu" is linked in, "null" accepts every op
 // and computes nothing, so that plans can be tested without memory. Ops are plain argument structs (ops.go) run on a Stream, whose
-// first failure sticks and comes back from Sync. A packed batch of sequences that share prefixes is a Forest.
+// first failure sticks and comes back from Sync. "emu" is the CUDA kernels compiled for the CPU, for tests. A packed batch of sequences that share prefixes is a Forest.
 //
 // The package must never know what a model, a token or a reward is: it sees addresses, sizes and flags. Every op's result for a row
 // has the same bits whatever the batch, the row's place in it and the number of threads.
@@ -23,6 +23,13 @@ import (
 // ErrNoDevice is wrapped by Open's error when this build or machine cannot serve the device asked for.
 var ErrNoDevice = errors.New("no such device")
 
+// ErrUnsupported is wrapped by the failure of an op that the device's table has no kernel for.
+var ErrUnsupported = errors.New("no kernel for this op")
+
+type unsupportedError struct{ error }
+
+func (e *unsupportedError) Is(target error) bool { return target == ErrUnsupported }
+
 // Error is a failure that the user can fix; Hint says how.
 type Error struct {
 	Op   string
@@ -41,6 +48,16 @@ type Options struct {
 	Threads int    // 0 = all CPUs, at most 64
 	SIMD    string // "" or "auto", "avx512", "avx2", "scalar"
 	Gemm    string // "" or "own", "openblas"
+	LibDir  string // where libhs_emu.so is looked for first; then beside the executable, then in build/
+	Emu     EmuOptions
+}
+
+// EmuOptions are the emulator's ways of finding faults in kernels. The settings hold for the process: the last Open wins.
+type EmuOptions struct {
+	FiberOrder string // order in which threads run: "" or "forward", "reverse", "random:SEED"; results must not depend on it
+	Poison     bool   // shared memory starts as signalling NaNs
+	Guard      bool   // each allocation lies against an unmapped page; writes around it are reported by Close
+	TestLib    bool   // libhs_emu_test.so, which also has kernels that are wrong on purpose
 }
 
 // Ptr is a device address; 0 means absent.
@@ -49,7 +66,7 @@ type Ptr uint64
 // Info describes an open device.
 type Info struct {
 	Name     string // as given to Open
-	Backend  string // name of the table: "cpu" or "null"
+	Backend  string // name of the table: "cpu", "emu" or "null"
 	Build    string // compiler, SIMD level, matrix product in use
 	Threads  int
 	MemTotal int64 // bytes; 0 when unknown
@@ -74,6 +91,7 @@ type driver interface {
 	copyIn(dst Ptr, src unsafe.Pointer, n int64)
 	copyOut(dst unsafe.Pointer, src Ptr, n int64)
 	fill(dst Ptr, n int64, v byte)
+	close() error
 }
 
 // Device is an open device. Its methods are safe for concurrent use.
@@ -94,8 +112,10 @@ func Open(name string, o Options) (*Device, error) {
 	case name == "cpu":
 		drv, err = openHost(o)
 	case name == "null":
-		drv = &nullDriver{}
-	case name == "emu" || strings.HasPrefix(name, "cuda"):
+		drv, err = openNull()
+	case name == "emu":
+		drv, err = openEmu(o)
+	case strings.HasPrefix(name, "cuda"):
 		drv, err = openCUDA(name)
 	default:
 		err = &Error{Op: "open device", Err: fmt.Errorf("%q: %w", name, ErrNoDevice), Hint: `devices are "cpu", "null", "emu" and "cuda:N"`}
@@ -206,6 +226,9 @@ func (d *Device) Close() error {
 	}
 	if leaks != nil {
 		return fmt.Errorf("close device: not freed: %s", strings.Join(leaks, ", "))
+	}
+	if err := d.drv.close(); err != nil {
+		return fmt.Errorf("close device: %w", err)
 	}
 	return nil
 }

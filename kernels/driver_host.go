@@ -1,15 +1,26 @@
 package kernels
 
 import (
+	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"runtime"
 	"strconv"
+	"strings"
 	"sync"
 	"unsafe"
 )
 
-// hostDriver is the cpu table on memory of the C heap. Streams are immediate: an op has finished when run returns.
-type hostDriver struct{ threads int }
+// hostDriver is a table on memory of the C heap. Streams are immediate: an op has finished when run returns.
+type hostDriver struct {
+	tab     table
+	threads int
+	guard   bool
+
+	mu     sync.Mutex
+	damage []error // writes around guarded allocations, found when they were freed
+}
 
 func openHost(o Options) (driver, error) {
 	threads := o.Threads
@@ -19,8 +30,9 @@ func openHost(o Options) (driver, error) {
 	if threads < 0 || threads > maxThreads {
 		return nil, &Error{Op: "open device", Err: fmt.Errorf("%d threads", o.Threads), Hint: fmt.Sprintf("give 1 to %d threads, or 0 for all CPUs", maxThreads)}
 	}
-	if v, err := tableVersion(); err != nil {
-		return nil, &Error{Op: "open device", Err: err, Hint: fmt.Sprintf("rebuild: the table has version %d", v)}
+	tab, err := linkedTable()
+	if err != nil {
+		return nil, &Error{Op: "open device", Err: err, Hint: "rebuild: make build"}
 	}
 	simd, gemm := o.SIMD, o.Gemm
 	if simd == "" {
@@ -30,11 +42,60 @@ func openHost(o Options) (driver, error) {
 		gemm = "own"
 	}
 	for _, kv := range [][2]string{{"threads", strconv.Itoa(threads)}, {"simd", simd}, {"gemm", gemm}} {
-		if err := tableConfigure(kv[0], kv[1]); err != nil {
+		if err := tab.configure(kv[0], kv[1]); err != nil {
 			return nil, &Error{Op: "open device", Err: err, Hint: configureHint(kv[0])}
 		}
 	}
-	return &hostDriver{threads: threads}, nil
+	return &hostDriver{tab: tab, threads: threads}, nil
+}
+
+// openEmu loads the emulated CUDA kernels.
+func openEmu(o Options) (driver, error) {
+	lib := "libhs_emu.so"
+	if o.Emu.TestLib {
+		lib = "libhs_emu_test.so"
+	}
+	path, err := findLibrary(lib, o.LibDir)
+	if err != nil {
+		return nil, &Error{Op: `open device "emu"`, Err: err, Hint: "type: make emu"}
+	}
+	tab, err := loadTable(path)
+	if err != nil {
+		return nil, &Error{Op: `open device "emu"`, Err: fmt.Errorf("%w: %w", err, ErrNoDevice), Hint: "rebuild it: make emu"}
+	}
+	order, poison := o.Emu.FiberOrder, "off"
+	if order == "" {
+		order = "forward"
+	}
+	if o.Emu.Poison {
+		poison = "on"
+	}
+	for _, kv := range [][2]string{{"fiber_order", order}, {"poison", poison}} {
+		if err := tab.configure(kv[0], kv[1]); err != nil {
+			return nil, &Error{Op: `open device "emu"`, Err: err, Hint: `fiber orders are "forward", "reverse" and "random:SEED"`}
+		}
+	}
+	return &hostDriver{tab: tab, threads: 1, guard: o.Emu.Guard}, nil
+}
+
+// findLibrary looks for a library of kernels in dir (unless ""), beside the executable and in build/.
+func findLibrary(name, dir string) (string, error) {
+	var places []string
+	if dir != "" {
+		places = append(places, dir)
+	}
+	if exe, err := os.Executable(); err == nil {
+		places = append(places, filepath.Dir(exe))
+	}
+	places = append(places, "build")
+	for i, p := range places {
+		path := filepath.Join(p, name)
+		if _, err := os.Stat(path); err == nil {
+			return filepath.Abs(path)
+		}
+		places[i] = path
+	}
+	return "", fmt.Errorf("no %s: %w", strings.Join(places, ", no "), ErrNoDevice)
 }
 
 func configureHint(key string) string {
@@ -48,31 +109,63 @@ func configureHint(key string) string {
 }
 
 func (d *hostDriver) info() Info {
-	return Info{Name: "cpu", Backend: "cpu", Build: tableBuildInfo(), Threads: d.threads, MemTotal: hostMemory()}
+	name := d.tab.name()
+	return Info{Name: name, Backend: name, Build: d.tab.buildInfo(), Threads: d.threads, MemTotal: hostMemory()}
 }
 
 func (d *hostDriver) alloc(bytes int64) (Ptr, error) {
-	p := hostAlloc(bytes)
+	p := Ptr(0)
+	if d.guard {
+		p = guardAlloc(bytes)
+	} else {
+		p = hostAlloc(bytes)
+	}
 	if p == 0 {
 		return 0, fmt.Errorf("out of host memory for %d bytes", bytes)
 	}
 	return p, nil
 }
 
-func (d *hostDriver) free(p Ptr, bytes int64)                         { hostFree(p, bytes) }
-func (d *hostDriver) newStream() uintptr                              { return 0 }
-func (d *hostDriver) freeStream(uintptr)                              {}
-func (d *hostDriver) run(_ uintptr, op Op, args unsafe.Pointer) error { return tableRun(op, args) }
-func (d *hostDriver) workspace(op Op, args unsafe.Pointer) int64      { return tableWorkspace(op, args) }
-func (d *hostDriver) copyIn(dst Ptr, src unsafe.Pointer, n int64)     { hostCopyIn(dst, src, n) }
-func (d *hostDriver) copyOut(dst unsafe.Pointer, src Ptr, n int64)    { hostCopyOut(dst, src, n) }
-func (d *hostDriver) fill(dst Ptr, n int64, v byte)                   { hostFill(dst, n, v) }
+func (d *hostDriver) free(p Ptr, bytes int64) {
+	if !d.guard {
+		hostFree(p, bytes)
+	} else if at := guardFree(p, bytes); at != 0 {
+		d.mu.Lock()
+		d.damage = append(d.damage, fmt.Errorf("byte %d was written of a buffer of %d bytes", at, bytes))
+		d.mu.Unlock()
+	}
+}
+
+func (d *hostDriver) close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return errors.Join(d.damage...)
+}
+
+func (d *hostDriver) newStream() uintptr { return 0 }
+func (d *hostDriver) freeStream(uintptr) {}
+func (d *hostDriver) run(h uintptr, op Op, args unsafe.Pointer) error {
+	return d.tab.run(h, op, args)
+}
+func (d *hostDriver) workspace(op Op, args unsafe.Pointer) int64   { return d.tab.workspace(op, args) }
+func (d *hostDriver) copyIn(dst Ptr, src unsafe.Pointer, n int64)  { hostCopyIn(dst, src, n) }
+func (d *hostDriver) copyOut(dst unsafe.Pointer, src Ptr, n int64) { hostCopyOut(dst, src, n) }
+func (d *hostDriver) fill(dst Ptr, n int64, v byte)                { hostFill(dst, n, v) }
 
 // nullDriver hands out addresses without memory behind them and accepts every op: plans and schedules can be tested at any size.
 // Downloads give zeros.
 type nullDriver struct {
+	tab  table // sizes of workspaces are the cpu's
 	mu   sync.Mutex
 	next Ptr
+}
+
+func openNull() (driver, error) {
+	tab, err := linkedTable()
+	if err != nil {
+		return nil, &Error{Op: "open device", Err: err, Hint: "rebuild: make build"}
+	}
+	return &nullDriver{tab: tab}, nil
 }
 
 func (d *nullDriver) info() Info {
@@ -91,9 +184,10 @@ func (d *nullDriver) free(Ptr, int64)                            {}
 func (d *nullDriver) newStream() uintptr                         { return 0 }
 func (d *nullDriver) freeStream(uintptr)                         {}
 func (d *nullDriver) run(uintptr, Op, unsafe.Pointer) error      { return nil }
-func (d *nullDriver) workspace(op Op, args unsafe.Pointer) int64 { return tableWorkspace(op, args) }
+func (d *nullDriver) workspace(op Op, args unsafe.Pointer) int64 { return d.tab.workspace(op, args) }
 func (d *nullDriver) copyIn(Ptr, unsafe.Pointer, int64)          {}
 func (d *nullDriver) fill(Ptr, int64, byte)                      {}
+func (d *nullDriver) close() error                               { return nil }
 
 func (d *nullDriver) copyOut(dst unsafe.Pointer, _ Ptr, n int64) {
 	clear(unsafe.Slice((*byte)(dst), n))

@@ -10,19 +10,28 @@ import (
 
 func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
 
+// tolOf is the bound on the relative error of what a kernel computes from given inputs and stores as dt. BF16 stores 8 bits: half a
+// unit in the last place is 2^-9 of the value.
 func tolOf(dt DType) float64 {
-	if dt == F64 {
+	switch dt {
+	case F64:
 		return 1e-13
+	case BF16:
+		return 1.0 / 512
 	}
 	return 1e-6
 }
 
-// eachRig runs fn in f64 and in f32 at every instruction-set level.
+// tol32 is tolOf for what stays f32 with BF16.
+func (r *rig) tol32() float64 { return tolOf(r.wide()) }
+
+// eachRig runs fn on the cpu in f64 and in f32 at every instruction-set level, and on the emulated CUDA kernels (emu_test.go).
 func eachRig(t *testing.T, fn func(t *testing.T, r *rig)) {
 	t.Run("f64", func(t *testing.T) { fn(t, newRig(t, F64, Options{Threads: 2})) })
 	for _, level := range levels() {
 		t.Run("f32/"+level, func(t *testing.T) { fn(t, newRig(t, F32, Options{Threads: 2, SIMD: level})) })
 	}
+	eachEmu(t, fn)
 }
 
 // eachThreads checks that fn gives the same bits with 1, 2 and 3 threads.
@@ -45,18 +54,18 @@ func eachThreads(t *testing.T, fn func(r *rig) [][]float64) {
 }
 
 func (r *rig) rmsnorm(T, D int, x, w []float64) (y, rstd []float64) {
-	yp, rp := r.out(T*D), r.out(T)
+	yp, rp := r.out(T*D), r.out32(T)
 	r.run(OpRMSNorm, &RMSNormArgs{T: int64(T), D: int64(D), Eps: 1e-6, X: r.put(x), W: r.put(w), Y: yp, Rstd: rp})
-	return r.get(yp, T*D), r.get(rp, T)
+	return r.get(yp, T*D), r.get32(rp, T)
 }
 
 func (r *rig) rmsnormBwd(T, D int, flags uint32, x, w, rstd, dy, dx, dw []float64) [][]float64 {
-	dxp, dwp, rp := r.put(dx), r.put(dw), Ptr(0)
+	dxp, dwp, rp := r.put(dx), r.put32(dw), Ptr(0)
 	if rstd != nil {
-		rp = r.put(rstd)
+		rp = r.put32(rstd)
 	}
 	r.run(OpRMSNormBwd, &RMSNormBwdArgs{Flags: flags, T: int64(T), D: int64(D), Eps: 1e-6, X: r.put(x), W: r.put(w), Rstd: rp, DY: r.put(dy), DX: dxp, DW: dwp})
-	return [][]float64{r.get(dxp, T*D), r.get(dwp, D)}
+	return [][]float64{r.get(dxp, T*D), r.get32(dwp, D)}
 }
 
 func TestRMSNorm(t *testing.T) {
@@ -87,7 +96,7 @@ func TestRMSNorm(t *testing.T) {
 			near(t, fmt.Sprint("y ", s), y, want, tolOf(r.dt))
 			grads := r.rmsnormBwd(T, D, 0, x, w, rstd, dy, make([]float64, T*D), seed)
 			near(t, fmt.Sprint("dx ", s), grads[0], wantDX, 4*tolOf(r.dt))
-			near(t, fmt.Sprint("dw ", s), grads[1], wantDW, 4*tolOf(r.dt))
+			near(t, fmt.Sprint("dw ", s), grads[1], wantDW, 4*r.tol32())
 			again := r.rmsnormBwd(T, D, AccDX, x, w, nil, dy, wantDX, seed)
 			for i := range wantDX {
 				wantDX[i] *= 2
@@ -109,15 +118,15 @@ func TestRMSNorm(t *testing.T) {
 
 func (r *rig) gatednorm(T, nv, dv int, o, z, w []float64) []float64 {
 	y := r.out(T * nv * dv)
-	r.run(OpGatedNorm, &GatedNormArgs{T: int64(T), NV: int64(nv), DV: int64(dv), Eps: 1e-6, O: r.put(o), Z: r.put(z), W: r.put(w), Y: y})
+	r.run(OpGatedNorm, &GatedNormArgs{T: int64(T), NV: int64(nv), DV: int64(dv), Eps: 1e-6, O: r.put(o), Z: r.put(z), W: r.put32(w), Y: y})
 	return r.get(y, T*nv*dv)
 }
 
 func (r *rig) gatednormBwd(T, nv, dv int, o, z, w, dy, dw []float64) [][]float64 {
 	n := T * nv * dv
-	do, dz, dwp := r.out(n), r.out(n), r.put(dw)
-	r.run(OpGatedNormBwd, &GatedNormBwdArgs{T: int64(T), NV: int64(nv), DV: int64(dv), Eps: 1e-6, O: r.put(o), Z: r.put(z), W: r.put(w), DY: r.put(dy), DO: do, DZ: dz, DW: dwp})
-	return [][]float64{r.get(do, n), r.get(dz, n), r.get(dwp, dv)}
+	do, dz, dwp := r.out(n), r.out(n), r.put32(dw)
+	r.run(OpGatedNormBwd, &GatedNormBwdArgs{T: int64(T), NV: int64(nv), DV: int64(dv), Eps: 1e-6, O: r.put(o), Z: r.put(z), W: r.put32(w), DY: r.put(dy), DO: do, DZ: dz, DW: dwp})
+	return [][]float64{r.get(do, n), r.get(dz, n), r.get32(dwp, dv)}
 }
 
 func TestGatedNorm(t *testing.T) {

@@ -236,6 +236,9 @@ func TestConvGateSlots(t *testing.T) {
 // round gives xs the rounding that put and get would.
 func (r *rig) round(xs []float64) []float64 { return r.get(r.put(xs), len(xs)) }
 
+// round32 is round for what stays f32 with BF16.
+func (r *rig) round32(xs []float64) []float64 { return r.get32(r.put32(xs), len(xs)) }
+
 // TestConvGateBits: rows and input gradients of a tree have the same bits wherever the tree stands and however many threads run.
 func TestConvGateBits(t *testing.T) {
 	l := lin{1, 16, 2, 16}

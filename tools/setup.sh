@@ -3,7 +3,7 @@
 # (Debian or Ubuntu as root); otherwise prints the exact line to type and stops.
 #
 #   tools/setup.sh            what a build needs: go, gcc, make
-#   tools/setup.sh test       also what the full test run can use: mariadb
+#   tools/setup.sh test       also what the full test run can use: g++, mariadb
 #   tools/setup.sh report     one line per tool, installs nothing
 set -u
 cd "$(dirname "$0")/.."
@@ -29,7 +29,7 @@ apt_install() {
 
 report() {
   if go_ok; then line ✓ go "$(go env GOVERSION)"; else line ✗ go "need $want_go or newer: https://go.dev/dl"; fi
-  for t in gcc make; do
+  for t in gcc g++ make; do
     if command -v $t >/dev/null 2>&1; then line ✓ $t "$($t --version | head -n 1)"; else line ✗ $t "apt-get install $t"; fi
   done
   if command -v mariadbd >/dev/null 2>&1 || [ -x /usr/sbin/mariadbd ]; then line ✓ mariadb "optional: DBBench on a real server"
@@ -45,6 +45,7 @@ esac
 need=()
 command -v gcc >/dev/null 2>&1 || need+=(gcc libc6-dev)
 command -v make >/dev/null 2>&1 || need+=(make)
+if [ "${1:-build}" = test ]; then command -v g++ >/dev/null 2>&1 || need+=(g++); fi
 if [ ${#need[@]} -gt 0 ]; then apt_install "${need[@]}" || exit 1; fi
 if ! go_ok; then
   echo "missing: Go $want_go or newer. Install it from https://go.dev/dl and put its bin folder on PATH." >&2
