@@ -1,6 +1,10 @@
 package trainer
 
-import "time"
+import (
+	"time"
+
+	"harness-s/model"
+)
 
 // Config is the whole configuration of a run (design.md 11). Every leaf carries
 // its documentation in struct tags, which Doc lists and Validate enforces:
@@ -12,10 +16,12 @@ import "time"
 //	max   largest allowed value (a leading < excludes the bound)
 //
 // Values are plain data: a Config may be copied and compared, except for the
-// family weights map, which is never written after loading.
+// family weights map and the adapter's targets, which are never written after
+// loading.
 type Config struct {
 	Run     RunConfig     `toml:"run" doc:"identity and length of the run"`
 	Model   ModelConfig   `toml:"model" doc:"the policy"`
+	LoRA    LoRAConfig    `toml:"lora" doc:"a low-rank adapter that is trained in place of the weights"`
 	Task    TaskConfig    `toml:"task" doc:"environment and task splits"`
 	Rollout RolloutConfig `toml:"rollout" doc:"attempts, budgets and sampling"`
 	Rescue  RescueConfig  `toml:"rescue" doc:"what happens to all-fail groups"`
@@ -43,6 +49,13 @@ type ModelConfig struct {
 	MaxLen int    `toml:"max_len" min:"64" max:"1048576" doc:"longest episode context, in tokens"`
 	Device string `toml:"device" doc:"auto, cpu, null, emu or cuda:N"`
 	Gemm   string `toml:"gemm" enum:"own|openblas" doc:"matrix product of the CPU device"`
+}
+
+// LoRAConfig asks for a low-rank adapter (model.LoRA) beside frozen weights.
+type LoRAConfig struct {
+	Rank    int      `toml:"rank" min:"0" max:"65536" doc:"rank of the adapter, 0 = none: all weights are trained"`
+	Alpha   float64  `toml:"alpha" min:"0" doc:"the adapter's product counts alpha/rank times, 0 = twice the rank"`
+	Targets []string `toml:"targets" doc:"linear layers with an adapter, by the last parts of their names (q_proj, mlp.up_proj, layers.3.mlp.up_proj); all-linear = every one"`
 }
 
 // TaskConfig selects environment, data and split sizes.
@@ -185,6 +198,7 @@ func Defaults() Config {
 	return Config{
 		Run:   RunConfig{Name: "run", Seed: 1, Steps: 100, PauseLimit: Duration(time.Hour)},
 		Model: ModelConfig{MaxLen: 32768, Device: "auto", Gemm: "own"},
+		LoRA:  LoRAConfig{Targets: []string{model.AllLinear}},
 		Task:  TaskConfig{Env: "dbbench", PerStep: 16, Seed: 1, Train: 2000, Val: 100, Test: 100},
 		Rollout: RolloutConfig{
 			Group: 8, Temperature: 1, TopP: 1, MaxTurns: 20, MaxNew: 2048,

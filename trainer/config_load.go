@@ -11,6 +11,7 @@ import (
 	"math"
 	"path"
 	"reflect"
+	"slices"
 	"sort"
 	"strconv"
 	"strings"
@@ -354,6 +355,9 @@ func rangeText(t reflect.StructTag) string {
 func (c *Config) crossCheck(bad func(path, value, allowed string)) {
 	if n := c.Run.Name; n == "" || n != path.Base(n) || strings.HasPrefix(n, ".") || strings.ContainsAny(n, "\\ \t\n") {
 		bad("run.name", strconv.Quote(n), "a directory name without spaces, not starting with a dot")
+	}
+	if len(c.LoRA.Targets) == 0 || slices.Contains(c.LoRA.Targets, "") {
+		bad("lora.targets", renderValue(reflect.ValueOf(c.LoRA.Targets)), "names of linear layers, or all-linear")
 	}
 	if c.Task.Env == "" {
 		bad("task.env", `""`, "the name of an environment, see hs env ls")

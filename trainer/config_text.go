@@ -101,7 +101,7 @@ func renderValue(v reflect.Value) string {
 		return strconv.FormatUint(v.Uint(), 10)
 	case reflect.Float64:
 		return number(v.Float())
-	case reflect.Array:
+	case reflect.Array, reflect.Slice:
 		parts := make([]string, v.Len())
 		for i := range parts {
 			parts[i] = renderValue(v.Index(i))
@@ -165,6 +165,8 @@ func typeName(t reflect.Type) string {
 		return "duration"
 	case t.Kind() == reflect.Array:
 		return fmt.Sprintf("[%d]%s", t.Len(), typeName(t.Elem()))
+	case t.Kind() == reflect.Slice:
+		return "list of " + typeName(t.Elem())
 	case t.Kind() == reflect.Map:
 		return "table of number"
 	case t.Kind() == reflect.Float64:

@@ -46,14 +46,18 @@ type Learner interface {
 type Policy interface {
 	// Version counts optimiser steps since the weights were made; strictly increasing.
 	Version() uint64
-	// State and SetState move weights and moments for checkpoints.
+	// State and SetState move the trained weights, their gradients and moments for checkpoints.
 	State(kind model.StateKind) ([]byte, error)
 	SetState(kind model.StateKind, b []byte) error
 	// SetVersion restores Version and the optimiser's step after a resume.
 	SetVersion(v uint64, optStep int64)
 	OptStep() int64
-	// Save writes a Hugging Face directory.
+	// Save writes what a checkpoint of the run holds: a Hugging Face directory, or a PEFT one with an adapter.
 	Save(dir string) error
+	// Export writes a whole Hugging Face directory, with the adapter, if there is one, in its folder adapter.
+	Export(dir string) error
+	// ExportBytes is about what Export writes.
+	ExportBytes() int64
 	SHA256() (string, error)
 }
 
@@ -196,12 +200,30 @@ func RendererOf(m *model.Model) (chat.Renderer, error) {
 // modelPolicy adapts *model.Model to Policy.
 type modelPolicy struct{ m *model.Model }
 
-func (p modelPolicy) Version() uint64                            { return p.m.Params.Version }
-func (p modelPolicy) OptStep() int64                             { return p.m.Params.OptStep }
-func (p modelPolicy) State(k model.StateKind) ([]byte, error)    { return p.m.Params.State(k) }
-func (p modelPolicy) SetState(k model.StateKind, b []byte) error { return p.m.Params.SetState(k, b) }
-func (p modelPolicy) Save(dir string) error                      { return p.m.Save(dir) }
-func (p modelPolicy) SHA256() (string, error)                    { return p.m.WeightsSHA256() }
+func (p modelPolicy) Version() uint64                         { return p.m.Trainable().Version }
+func (p modelPolicy) OptStep() int64                          { return p.m.Trainable().OptStep }
+func (p modelPolicy) State(k model.StateKind) ([]byte, error) { return p.m.Trainable().State(k) }
+func (p modelPolicy) SetState(k model.StateKind, b []byte) error {
+	return p.m.Trainable().SetState(k, b)
+}
+func (p modelPolicy) Export(dir string) error { return exportModel(p.m, dir) }
+func (p modelPolicy) SHA256() (string, error) { return p.m.WeightsSHA256() }
+
+func (p modelPolicy) Save(dir string) error {
+	if p.m.Adapter != nil {
+		return p.m.SaveAdapter(dir, model.SaveAdapterOptions{})
+	}
+	return p.m.Save(dir)
+}
+
+func (p modelPolicy) ExportBytes() int64 {
+	n := p.m.Config.NumParams()
+	if p.m.Adapter != nil {
+		n += p.m.NumTrainable()
+	}
+	return 4 * n // float32
+}
+
 func (p modelPolicy) SetVersion(v uint64, optStep int64) {
-	p.m.Params.Version, p.m.Params.OptStep = v, optStep
+	p.m.Trainable().Version, p.m.Trainable().OptStep = v, optStep
 }

@@ -236,14 +236,9 @@ func RunSFT(ctx context.Context, cfg Config, d *Deps, o SFTOptions) (*SFTReport,
 	if d.Learner == nil {
 		return nil, &Error{Op: "start warm start", Err: errors.New("no executor"), Hint: "assemble with Train"}
 	}
-	size := 0
+	size := d.Policy.ExportBytes()
 	if o.Out != "" {
-		w, err := d.Policy.State(model.Weights)
-		if err != nil {
-			return nil, err
-		}
-		size = len(w)
-		if err := CheckOutput(o.Out, int64(size)); err != nil {
+		if err := CheckOutput(o.Out, size); err != nil {
 			return nil, err
 		}
 	}
@@ -301,7 +296,7 @@ func RunSFT(ctx context.Context, cfg Config, d *Deps, o SFTOptions) (*SFTReport,
 	}
 	if o.Out != "" {
 		err := persist(ctx, cfg.Run.PauseLimit, nil, func(text string) { d.logger().Warn(text) }, func() error {
-			return diskError("save model", o.Out, int64(size), d.Policy.Save(o.Out))
+			return diskError("save model", o.Out, size, d.Policy.Export(o.Out))
 		})
 		if err != nil {
 			return nil, err

@@ -141,18 +141,25 @@ type benchTrain struct {
 	benchFlags
 	Rows   int `default:"16" help:"Rows of a batch."`
 	Length int `default:"512" help:"Tokens of a row."`
+	LoRA   int `name:"lora" default:"0" help:"Rank of a LoRA adapter on every linear layer, 0 = train all weights." placeholder:"RANK"`
 }
 
 func (c *benchTrain) Run(ctx context.Context, g *globals) error {
-	if c.Rows < 1 || c.Length < 2 || c.Count < 1 {
-		return usage("e.g. --rows 16 --length 512 --count 5", "rows %d, length %d, count %d: want rows and count >= 1 and length >= 2", c.Rows, c.Length, c.Count)
+	if c.Rows < 1 || c.Length < 2 || c.Count < 1 || c.LoRA < 0 {
+		return usage("e.g. --rows 16 --length 512 --count 5", "rows %d, length %d, count %d, lora %d: want rows and count >= 1, length >= 2 and lora >= 0", c.Rows, c.Length, c.Count, c.LoRA)
 	}
-	dev, m, err := g.openModel(c.Ckpt, true)
+	dev, m, err := g.openModel(c.Ckpt, c.LoRA == 0)
 	if err != nil {
 		return err
 	}
 	defer dev.Close()
 	defer m.Close()
+	if c.LoRA > 0 {
+		l, _ := trainer.LoRAConfig{Rank: c.LoRA, Targets: []string{model.AllLinear}}.Adapter()
+		if err := m.Adapt(l, model.AdaptOptions{Train: true}); err != nil {
+			return err
+		}
+	}
 	// Microbatches of whole rows keep the working set near the caches; gradients accumulate over them as in training.
 	micro := max(1, min(c.Rows, 1024/c.Length))
 	x, err := model.NewExec(m, model.ExecOptions{Temperature: 1, MaxRows: micro * c.Length, MaxTargets: micro * c.Length})
@@ -219,7 +226,7 @@ func (c *benchTrain) Run(ctx context.Context, g *globals) error {
 	}
 	if g.JSON {
 		return g.emit(map[string]any{"bench": "train", "rows": c.Rows, "length": c.Length, "threads": dev.Info().Threads, "params": m.Config.NumParams(),
-			"train_tokens_per_s": tokens / median(secs), "peak_mib": float64(x.PeakBytes()) / (1 << 20)})
+			"trained": m.NumTrainable(), "train_tokens_per_s": tokens / median(secs), "peak_mib": float64(x.PeakBytes()) / (1 << 20)})
 	}
 	return nil
 }

@@ -11,6 +11,7 @@ import (
 	"sync"
 
 	"harness-s/env"
+	"harness-s/model"
 	"harness-s/router"
 	"harness-s/trainer"
 )
@@ -20,6 +21,7 @@ type evalCmd struct {
 	configFlags
 	RunName  string `name:"run" help:"Score the newest checkpoint of this run under its run.toml; its evidence serves --mode routed." placeholder:"NAME"`
 	Ckpt     string `type:"path" help:"Hugging Face directory; default model.path, or the newest checkpoint of --run."`
+	Adapter  string `type:"path" help:"LoRA adapter, a PEFT directory; its base is --ckpt or model.path, or what the adapter names." placeholder:"DIR"`
 	Split    string `help:"val or test; default eval.split."`
 	K        int    `help:"k of Pass@k; default eval.k."`
 	Attempts int    `help:"Attempts per task; default eval.attempts."`
@@ -64,7 +66,8 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 		}
 		rec = &sealFile{path: c.Out + ".unsealed.jsonl"}
 	}
-	s, err := g.open(cfg, false, g.logger(), nil)
+	load := func(s *session) (*model.Model, error) { return loadAdapted(cfg.Model.Path, c.Adapter, s.dev) }
+	s, err := g.open(cfg, false, g.logger(), load)
 	if err != nil {
 		return err
 	}
@@ -121,7 +124,7 @@ func (c *evalCmd) fromRun(g *globals) (*router.View, error) {
 		return nil, err
 	}
 	c.Config = append([]string{filepath.Join(dir, "run.toml")}, c.Config...)
-	if c.Ckpt == "" {
+	if c.Ckpt == "" && c.Adapter == "" {
 		if c.Ckpt = newestCheckpoint(dir); c.Ckpt == "" {
 			return nil, usage("give --ckpt DIR, or let the run write its first checkpoint", "run %s has no checkpoint yet", c.RunName)
 		}

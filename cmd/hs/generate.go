@@ -21,6 +21,7 @@ import (
 // generateCmd samples one continuation: hs generate.
 type generateCmd struct {
 	Ckpt        string  `type:"path" help:"Hugging Face directory; default the shipped tiny checkpoint."`
+	Adapter     string  `type:"path" help:"LoRA adapter, a PEFT directory; its base is --ckpt, or what the adapter names." placeholder:"DIR"`
 	Prompt      string  `xor:"input" required:"" help:"Prompt, the text of a user turn." placeholder:"TEXT"`
 	PromptFile  string  `xor:"input" required:"" type:"path" help:"File with the prompt." placeholder:"FILE"`
 	IDs         string  `name:"ids" xor:"input" required:"" type:"path" help:"JSON file with an array of token ids, fed as they are." placeholder:"FILE"`
@@ -54,7 +55,7 @@ func (c *generateCmd) Run(ctx context.Context, g *globals) error {
 	if err != nil {
 		return err
 	}
-	dev, m, err := g.openModel(c.Ckpt, false)
+	dev, m, err := g.openAdapted(c.Ckpt, c.Adapter)
 	if err != nil {
 		return err
 	}

@@ -17,9 +17,10 @@ import (
 
 // scoreCmd prints log-probabilities of given tokens: hs score.
 type scoreCmd struct {
-	Ckpt string `type:"path" help:"Hugging Face directory; default the shipped tiny checkpoint."`
-	IDs  string `name:"ids" xor:"input" required:"" type:"path" help:"JSON file with an array of token ids." placeholder:"FILE"`
-	Text string `xor:"input" required:"" type:"path" help:"Text file; the checkpoint's tokenizer encodes it." placeholder:"FILE"`
+	Ckpt    string `type:"path" help:"Hugging Face directory; default the shipped tiny checkpoint."`
+	Adapter string `type:"path" help:"LoRA adapter, a PEFT directory; its base is --ckpt, or what the adapter names." placeholder:"DIR"`
+	IDs     string `name:"ids" xor:"input" required:"" type:"path" help:"JSON file with an array of token ids." placeholder:"FILE"`
+	Text    string `xor:"input" required:"" type:"path" help:"Text file; the checkpoint's tokenizer encodes it." placeholder:"FILE"`
 
 	Sampler bool `help:"Softmax over the tokenizer's ids alone, as sampling and training here; default every row of the head, as other programs."`
 }
@@ -45,7 +46,7 @@ func (c *scoreCmd) Run(ctx context.Context, g *globals) error {
 	if err != nil {
 		return err
 	}
-	dev, m, err := g.openModel(c.Ckpt, false)
+	dev, m, err := g.openAdapted(c.Ckpt, c.Adapter)
 	if err != nil {
 		return err
 	}

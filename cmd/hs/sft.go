@@ -13,7 +13,7 @@ type sftCmd struct {
 	configFlags
 	New  string `help:"tiny = fresh tokenizer and weights; default trains model.path."`
 	Ckpt string `type:"path" help:"Start from this checkpoint instead of model.path."`
-	Out  string `type:"path" help:"Directory of the result, Hugging Face layout."`
+	Out  string `type:"path" help:"Directory of the result, Hugging Face layout; a LoRA adapter is merged, and lies in its folder adapter."`
 	Pack string `type:"path" help:"Pack this checkpoint directory for embedding instead of training." placeholder:"DIR"`
 	Into string `type:"path" help:"Where --pack writes." placeholder:"DIR"`
 
@@ -59,6 +59,9 @@ func (c *sftCmd) Run(ctx context.Context, g *globals) error {
 		return err
 	}
 	cfg := res.Config
+	if c.New != "" && cfg.LoRA.Rank > 0 {
+		return usage("leave out --new, or --set lora.rank=0", "--new makes fresh weights, lora.rank = %d trains an adapter beside frozen ones", cfg.LoRA.Rank)
+	}
 	var load func(*session) (*model.Model, error)
 	if c.New == "tiny" {
 		load = func(s *session) (*model.Model, error) {
@@ -71,6 +74,9 @@ func (c *sftCmd) Run(ctx context.Context, g *globals) error {
 	}
 	defer s.close()
 	g.say("%s", s.describe())
+	if text := cfg.LoRA.Caution(cfg.SFT.LR); text != "" {
+		g.logger().Warn(text)
+	}
 	rep, err := trainer.RunSFT(ctx, cfg, s.deps, trainer.SFTOptions{Out: c.Out, Progress: g.progress.report, Step: func(st trainer.SFTStep) {
 		if st.HeldOut > 0 || st.Step%20 == 0 || st.Step == st.Steps {
 			g.progress.clear()

@@ -207,7 +207,7 @@ func (c *trainCmd) train(ctx context.Context, g *globals, cfg trainer.Config, di
 	log := slog.New(fanout{slog.NewJSONHandler(logFile, &slog.HandlerOptions{Level: slog.LevelDebug}), g.logger().Handler()})
 	var load func(*session) (*model.Model, error)
 	if loaded != nil {
-		load = func(s *session) (*model.Model, error) { return loadModel(loaded.ModelDir, s.dev, true) }
+		load = func(s *session) (*model.Model, error) { return s.policy(loaded.ModelDir) }
 	}
 	s, err := g.open(cfg, true, log, load)
 	if err != nil {
@@ -215,6 +215,9 @@ func (c *trainCmd) train(ctx context.Context, g *globals, cfg trainer.Config, di
 	}
 	defer func() { err = errors.Join(err, s.close()) }()
 	g.say("%s", s.describe())
+	if text := cfg.LoRA.Caution(cfg.Optim.LR); text != "" {
+		log.Warn(text)
+	}
 	if c.Resume { // the last moment before anything of the run is changed
 		step := 0
 		if loaded != nil {

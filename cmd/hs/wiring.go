@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strings"
 	"unsafe"
 
 	"harness-s/env"
@@ -58,19 +59,35 @@ func (g *globals) device(name string, threads int, gemm string) (*kernels.Device
 
 // openModel loads a checkpoint directory, or the shipped tiny checkpoint for "".
 func (g *globals) openModel(dir string, train bool) (*kernels.Device, *model.Model, error) {
+	return g.openWith(func(dev *kernels.Device) (*model.Model, error) { return loadModel(dir, dev, train) })
+}
+
+// openAdapted loads a checkpoint with an adapter, "" = none, for commands that run the merged weights.
+func (g *globals) openAdapted(dir, adapter string) (*kernels.Device, *model.Model, error) {
+	return g.openWith(func(dev *kernels.Device) (*model.Model, error) { return loadAdapted(dir, adapter, dev) })
+}
+
+func (g *globals) openWith(load func(*kernels.Device) (*model.Model, error)) (*kernels.Device, *model.Model, error) {
 	dev, err := g.openDevice()
 	if err != nil {
 		return nil, nil, err
 	}
-	m, err := loadModel(dir, dev, train)
+	m, err := load(dev)
 	if err != nil {
 		return nil, nil, errors.Join(err, dev.Close())
 	}
 	return dev, m, nil
 }
 
+// loadModel loads a checkpoint directory, "" = the shipped one. For an adapter directory it loads the base that the adapter names.
 func loadModel(dir string, dev *kernels.Device, train bool) (*model.Model, error) {
 	o := model.LoadOptions{Train: train}
+	if dir != "" && model.IsAdapter(dir) {
+		if train {
+			return nil, &trainer.Error{Op: "load model", Err: fmt.Errorf("%s is a LoRA adapter, training starts from a whole checkpoint", dir), Hint: "hs convert --ckpt " + dir + " --dtype f32 --out DIR"}
+		}
+		return loadAdapted("", dir, dev)
+	}
 	if dir != "" {
 		return model.Load(dir, dev, o)
 	}
@@ -79,6 +96,34 @@ func loadModel(dir string, dev *kernels.Device, train bool) (*model.Model, error
 		return nil, err
 	}
 	return model.LoadFS(fsys, dev, o)
+}
+
+// loadAdapted loads a checkpoint with an adapter. With "" for the checkpoint it is the one that the adapter names.
+func loadAdapted(dir, adapter string, dev *kernels.Device) (*model.Model, error) {
+	if adapter == "" {
+		return loadModel(dir, dev, false)
+	}
+	if dir == "" {
+		info, err := model.ReadAdapterInfo(adapter)
+		if err != nil {
+			return nil, err
+		}
+		if dir = info.Base; dir != "" && !isDir(dir) {
+			return nil, &trainer.Error{Op: "load " + adapter, Err: fmt.Errorf("its base %s is not a directory here", dir), Hint: "give the base: --ckpt BASE --adapter " + adapter}
+		}
+	}
+	if dir != "" && model.IsAdapter(dir) {
+		return nil, &trainer.Error{Op: "load " + adapter, Err: fmt.Errorf("its base %s is an adapter itself", dir), Hint: "merge that one first: hs convert --ckpt " + dir + " --dtype f32 --out DIR"}
+	}
+	m, err := loadModel(dir, dev, false)
+	if err != nil {
+		return nil, err
+	}
+	if err := m.LoadAdapter(adapter, model.AdaptOptions{Path: dir}); err != nil {
+		m.Close()
+		return nil, err
+	}
+	return m, nil
 }
 
 // session is what train, eval, sft and play run on.
@@ -118,13 +163,23 @@ func (g *globals) open(cfg trainer.Config, train bool, log *slog.Logger, load fu
 		return nil, err
 	}
 	if load == nil {
-		load = func(s *session) (*model.Model, error) { return loadModel(cfg.Model.Path, s.dev, train) }
+		load = func(s *session) (*model.Model, error) {
+			if train {
+				return s.policy("")
+			}
+			return loadModel(cfg.Model.Path, s.dev, false)
+		}
 	}
 	if s.model, err = load(s); err != nil {
 		return nil, err
 	}
 	s.deps, err = trainer.Assemble(cfg, s.model, s.env, s.pool, trainer.AssembleOptions{Train: train, Log: log})
 	return s, err
+}
+
+// policy loads the weights to train, fresh or from the model folder of a checkpoint.
+func (s *session) policy(from string) (*model.Model, error) {
+	return trainer.LoadPolicy(s.cfg, from, func(dir string, train bool) (*model.Model, error) { return loadModel(dir, s.dev, train) })
 }
 
 func (s *session) close() error {
@@ -151,7 +206,11 @@ func (s *session) describe() string {
 		name = "the shipped tiny checkpoint"
 	}
 	i, e := s.dev.Info(), s.env.Info()
-	return fmt.Sprintf("model %s (%d parameters) · device %s, %d threads (%s) · %s, %s back-end", name, s.model.Config.NumParams(), i.Name, i.Threads, i.Build, e.Label, e.Backend)
+	low := ""
+	if a := s.model.Adapter; a != nil {
+		low = fmt.Sprintf(", LoRA rank %d on %s: %d of its own", a.LoRA.Rank, strings.Join(a.LoRA.Targets, " "), s.model.NumTrainable())
+	}
+	return fmt.Sprintf("model %s (%d parameters%s) · device %s, %d threads (%s) · %s, %s back-end", name, s.model.Config.NumParams(), low, i.Name, i.Threads, i.Build, e.Label, e.Backend)
 }
 
 // environments by name; later ones plug in here.
