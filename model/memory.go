@@ -1,0 +1,396 @@
+package model
+
+import (
+	"fmt"
+	"slices"
+
+	"harness-s/kernels"
+)
+
+// Placement says where and in which types a model lies in memory.
+type Placement uint8
+
+const (
+	// OnCPU is what this build does: float32 weights and activations, sampler and executor allocated side by side.
+	OnCPU Placement = iota
+	// OnGPU is the plan of gpu.md 3.7 and 7.3: bfloat16 weights and activations, float32 gradients, and one region that the sampler and
+	// the executor use in turn.
+	OnGPU
+)
+
+func (p Placement) String() string {
+	if p == OnGPU {
+		return "gpu"
+	}
+	return "cpu"
+}
+
+// Phase says when the bytes of a line are in use.
+type Phase uint8
+
+// Phases. Resident bytes are in use in both others.
+const (
+	Resident Phase = iota
+	Rollout
+	Training
+)
+
+func (p Phase) String() string { return [...]string{"resident", "rollout", "train"}[p] }
+
+// MarshalText writes the phase's name.
+func (p Phase) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
+
+// Layout is what memory is planned for.
+type Layout struct {
+	Placement Placement
+	Train     bool          // with gradients, optimiser and executor
+	States    string        // storage of the Adam moments: "fp32" (also ""), "bf16" or "8bit"
+	Master    string        // storage of the master weights: "fp32" (also "") or "hilo", a bfloat16 and 16 more bits
+	LoRA      *LoRA         // the adapter that is trained; nil trains every weight
+	Runner    RunnerOptions // sampler; the zero value takes the defaults
+	Context   int           // tokens of the longest sequence that is sampled
+	Exec      ExecOptions   // MaxRows, MaxTargets and Recompute count
+	Segments  []Segment     // of the largest micro-batch; nil = planSegments roots of equal length
+	// ValidVocab is the number of vocabulary entries that exist, 0 = all (Model.ValidVocab).
+	ValidVocab int64
+}
+
+// planSegments is the number of sequences that a planned micro-batch is made of: what the arena has room for without growing.
+const planSegments = 32
+
+// Line is one item of a footprint.
+type Line struct {
+	Name  string `json:"name"`
+	Phase Phase  `json:"phase"`
+	Bytes int64  `json:"bytes"`
+}
+
+// Names of the lines. On the CPU they are the labels of the device's ledger, of which lineCache is split in three and the logits are told
+// apart from the other activations of the sampler.
+const (
+	LineWeights    = "weights"
+	LineLow        = "low halves of the weights"
+	LineMaster     = "float32 master weights"
+	LineAdapter    = "adapter"
+	LineFrozen     = "frozen copy of adapted weights"
+	LineScale      = "adapter scale"
+	LineMerge      = "adapter workspace"
+	LineMoments    = "moments"
+	LineGrads      = "gradients"
+	LineActs       = "activations"
+	LineBatch      = "batch"
+	LineForest     = "forest"
+	LineWorkspace  = "workspace"
+	LineNorms      = "gradient norms"
+	LineLogitsWave = "logits of one wave"
+	LineKV         = "key-value pages"
+	LineRecurrent  = "recurrent states"
+	LineConv       = "convolution states"
+	LineSlots      = "slot copy indices"
+	LineSampler    = "sampler activations"
+	LineLogits     = "sampler logits"
+	LineSampleRows = "sample rows"
+	LineIndices    = "sampler indices"
+	LineScratch    = "sampler workspace"
+)
+
+// Footprint is the memory of a layout, line by line.
+type Footprint struct {
+	Placement Placement
+	Lines     []Line
+}
+
+// Bytes of a line, 0 when there is none of that name.
+func (f *Footprint) Bytes(name string) int64 {
+	for _, l := range f.Lines {
+		if l.Name == name {
+			return l.Bytes
+		}
+	}
+	return 0
+}
+
+// Phase is what is in use in a phase, the resident lines included; Resident gives those alone.
+func (f *Footprint) Phase(p Phase) int64 {
+	var n int64
+	for _, l := range f.Lines {
+		if l.Phase == p || l.Phase == Resident {
+			n += l.Bytes
+		}
+	}
+	return n
+}
+
+// Peak is what must be there: on the CPU every line at once, on a GPU the larger phase.
+func (f *Footprint) Peak() int64 {
+	if f.Placement == OnGPU {
+		return max(f.Phase(Rollout), f.Phase(Training))
+	}
+	return f.Phase(Rollout) + f.Phase(Training) - f.Phase(Resident)
+}
+
+func (f *Footprint) add(p Phase, name string, bytes int64) {
+	if bytes > 0 {
+		f.Lines = append(f.Lines, Line{name, p, bytes})
+	}
+}
+
+// MemoryPlanner computes footprints of one configuration without allocating any of it. It keeps the compiled programs, so that many layouts
+// can be tried; one goroutine at a time may use it.
+type MemoryPlanner struct {
+	cfg   *Config
+	null  *kernels.Device // answers for workspaces
+	progs map[string]*Program
+}
+
+// NewMemoryPlanner makes a planner; Close it.
+func NewMemoryPlanner(cfg *Config) (*MemoryPlanner, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	null, err := kernels.Open("null", kernels.Options{})
+	if err != nil {
+		return nil, fmt.Errorf("plan memory: %w", err)
+	}
+	return &MemoryPlanner{cfg: cfg, null: null, progs: map[string]*Program{}}, nil
+}
+
+// Close releases the planner.
+func (pl *MemoryPlanner) Close() error { return pl.null.Close() }
+
+// Program is the compiled training program that the layout's executor runs; its arguments are the CPU's in either placement.
+func (pl *MemoryPlanner) Program(l Layout) (*Program, error) {
+	o := PlanOptions{DType: kernels.F32, Recompute: l.Exec.Recompute, ValidVocab: l.ValidVocab}
+	key := fmt.Sprintf("%+v", o)
+	if l.LoRA != nil {
+		key += fmt.Sprintf("%+v", *l.LoRA)
+	}
+	if p := pl.progs[key]; p != nil {
+		return p, nil
+	}
+	gr, err := pl.graph(l.LoRA)
+	if err != nil {
+		return nil, err
+	}
+	p, err := Compile(gr, o)
+	if err == nil {
+		pl.progs[key] = p
+	}
+	return p, err
+}
+
+func (pl *MemoryPlanner) graph(l *LoRA) (*Graph, error) {
+	if l != nil {
+		return BuildLoRA(pl.cfg, *l)
+	}
+	return Build(pl.cfg, Train)
+}
+
+// Footprint lists the memory of a layout. On the CPU it is what the ledger of the device shows after the sampler's largest pass and a
+// micro-batch of the layout's segments, byte for byte; the numbers of a GPU leave out its libraries' workspaces and the driver's context,
+// for which gpu.md 3.7 keeps 3-5 GiB free.
+func (pl *MemoryPlanner) Footprint(l Layout) (*Footprint, error) {
+	f := &Footprint{Placement: l.Placement}
+	if err := pl.parameters(f, &l); err != nil {
+		return nil, fmt.Errorf("plan memory: %w", err)
+	}
+	if err := pl.sampler(f, &l); err != nil {
+		return nil, fmt.Errorf("plan memory: %w", err)
+	}
+	if l.Train {
+		if err := pl.executor(f, &l); err != nil {
+			return nil, fmt.Errorf("plan memory: %w", err)
+		}
+	}
+	return f, nil
+}
+
+// storage is the type of most floats.
+func (l *Layout) storage() kernels.DType {
+	if l.Placement == OnGPU {
+		return kernels.BF16
+	}
+	return kernels.F32
+}
+
+// padElems is the length of an arena of tensors.
+func padElems(ts ...TensorSpec) (n int64) {
+	for _, t := range ts {
+		n += (t.Elems() + alignElems - 1) / alignElems * alignElems
+	}
+	return n
+}
+
+// adapter adds the low-rank matrices, W0 beside W', and what they are merged with (Adapter); it returns the trained elements.
+func (pl *MemoryPlanner) adapter(f *Footprint, l *LoRA, elem int64) (trained int64, err error) {
+	ms, err := l.Matrices(pl.cfg)
+	if err != nil {
+		return 0, err
+	}
+	trained = padElems(adapterTensors(ms, l.Rank)...)
+	f.add(Resident, LineFrozen, padElems(ms...)*elem)
+	f.add(Resident, LineAdapter, 2*trained*elem) // A, B and the scaled ones
+	f.add(Resident, LineScale, int64(l.Rank)*int64(l.Rank)*elem)
+	f.add(Resident, LineMerge, align) // no product of the merge needs more on the CPU
+	return trained, nil
+}
+
+// parameters adds weights, gradients and optimiser.
+func (pl *MemoryPlanner) parameters(f *Footprint, l *Layout) error {
+	moment, err := momentBytes(l.States)
+	if err != nil {
+		return err
+	}
+	if !slices.Contains([]string{"", "fp32", "hilo"}, l.Master) {
+		return fmt.Errorf("master weights %q, want fp32 or hilo", l.Master)
+	}
+	elem := int64(l.storage().Size())
+	var weights int64
+	for _, t := range pl.cfg.Tensors() {
+		e := elem
+		if t.KeepF32 {
+			e = 4
+		}
+		weights += padElems(t) * e
+	}
+	f.add(Resident, LineWeights, weights)
+	trained := padElems(pl.cfg.Tensors()...)
+	if l.LoRA != nil {
+		if trained, err = pl.adapter(f, l.LoRA, elem); err != nil {
+			return err
+		}
+	}
+	if !l.Train {
+		return nil
+	}
+	switch {
+	case l.Master == "hilo":
+		f.add(Resident, LineLow, 2*trained)
+	case l.Placement == OnGPU:
+		f.add(Resident, LineMaster, 4*trained)
+	}
+	f.add(Resident, LineMoments, 2*moment(trained))
+	f.add(Training, LineGrads, 4*trained)
+	return nil
+}
+
+// momentBytes is the size of one moment of n elements: n values and, for 8-bit codes, a float32 scale per block (abi.h, AdamW).
+func momentBytes(states string) (func(n int64) int64, error) {
+	switch states {
+	case "", "fp32":
+		return func(n int64) int64 { return 4 * n }, nil
+	case "bf16":
+		return func(n int64) int64 { return 2 * n }, nil
+	case "8bit":
+		const block = 256 // HS_STATE_BLOCK
+		return func(n int64) int64 { return n + 4*((n+block-1)/block) }, nil
+	}
+	return nil, fmt.Errorf("optimiser states %q, want fp32, bf16 or 8bit", states)
+}
+
+// sampler adds a Runner after its largest pass: MaxRows rows appended to MaxSeqs sequences, each of which samples, the longest of which has
+// Context tokens.
+func (pl *MemoryPlanner) sampler(f *Footprint, l *Layout) error {
+	c, o, dt := pl.cfg, l.Runner, l.storage()
+	o.setDefaults()
+	kv, rec, conv := cacheBytes(c, dt, o.MaxSeqs, o.numPages(), o.PageSize)
+	f.add(Rollout, LineKV, int64(2*c.NumFull())*kv)
+	f.add(Rollout, LineRecurrent, int64(c.NumLinear())*rec)
+	f.add(Rollout, LineConv, int64(c.NumLinear())*conv)
+	f.add(Rollout, LineSlots, 8*int64(o.MaxSeqs))
+	var a activations
+	var acts int64
+	fields := a.fields(c, dt, o.MaxRows, o.MaxSeqs)
+	for _, x := range fields[:len(fields)-1] {
+		acts += x.bytes
+	}
+	f.add(Rollout, LineSampler, acts)
+	f.add(Rollout, LineLogits, fields[len(fields)-1].bytes)
+	f.add(Rollout, LineSampleRows, sampleRowBytes(o.MaxSeqs, dt))
+	forest, err := planForest(int64(o.MaxRows), o.MaxSeqs)
+	if err != nil {
+		return err
+	}
+	x := &passIndex{rows: int64(o.MaxRows), sampled: int64(o.MaxSeqs), maxPages: int64((max(l.Context, 1) + o.PageSize - 1) / o.PageSize), forest: argsOf(forest)}
+	f.add(Rollout, LineIndices, room(indexRoom(x.numInts(o.MaxSeqs), forest.DeviceBytes())))
+	if l.Placement == OnCPU {
+		if ws := passWorkspace(pl.null, c, dt, x, o.PageSize); ws > 0 {
+			f.add(Rollout, LineScratch, room(ws))
+		}
+	}
+	return nil
+}
+
+// executor adds an Exec that has run a micro-batch and a gradient norm.
+func (pl *MemoryPlanner) executor(f *Footprint, l *Layout) error {
+	o, dt := l.Exec, l.storage()
+	if o.MaxTargets == 0 {
+		o.MaxTargets = o.MaxRows
+	}
+	if o.MaxRows < 1 {
+		return fmt.Errorf("%d rows per micro-batch, want at least 1", o.MaxRows)
+	}
+	prog, err := pl.Program(*l)
+	if err != nil {
+		return err
+	}
+	forest, err := planForest(int64(o.MaxRows), planSegments)
+	if l.Segments != nil {
+		forest, err = kernels.NewForest(l.Segments, nil)
+	}
+	if err != nil {
+		return err
+	}
+	sh := Shapes{Rows: int64(o.MaxRows), Targets: int64(o.MaxTargets), States: firstStates(o.MaxRows)}
+	acts := prog.ArenaBytes(sh, dt)
+	if need := statesOf(forest); need > sh.States {
+		sh.States = moreStates(need, sh.States, o.MaxRows)
+		acts = max(acts, prog.ArenaBytes(sh, dt))
+	}
+	f.add(Training, LineActs, acts)
+	var batch int64
+	for _, n := range portBytes(o.MaxRows, o.MaxTargets, dt) {
+		batch += n
+	}
+	f.add(Training, LineBatch, batch)
+	f.add(Training, LineForest, forest.DeviceBytes())
+	f.add(Training, LineNorms, 8*int64(len(prog.gr.Trained)))
+	if l.Placement == OnGPU {
+		f.add(Training, LineLogitsWave, waveRows*int64(pl.cfg.VocabSize)*2)
+		return nil
+	}
+	args := argsOf(forest)
+	targets := min(o.MaxTargets, forest.NumRows)
+	sh = Shapes{Rows: int64(forest.NumRows), Targets: int64(targets), States: statesOf(forest)}
+	f.add(Training, LineWorkspace, max(prog.bind(pl.null, sh, &args), normWorkspace(pl.null, prog.gr.Trained), align))
+	return nil
+}
+
+// normWorkspace is what the norm of the gradients needs.
+func normWorkspace(dev *kernels.Device, ts []TensorSpec) (most int64) {
+	for _, t := range ts {
+		most = max(most, sumSqWorkspace(dev, kernels.F32, t.Elems()))
+	}
+	return most
+}
+
+// waveRows is how many rows of logits a GPU's head holds at a time (gpu.md 3.7).
+const waveRows = 1024
+
+// planForest is rows split over as many roots as asked for, at most one a row.
+func planForest(rows int64, roots int) (*kernels.Forest, error) {
+	n := max(min(int64(roots), rows), 1)
+	segs := make([]Segment, n)
+	for i := range segs {
+		segs[i] = Segment{Len: int32(rows / n), Parent: -1}
+		if int64(i) < rows%n {
+			segs[i].Len++
+		}
+	}
+	return kernels.NewForest(segs, nil)
+}
+
+// argsOf has the numbers of a forest without its arrays, which workspaces do not depend on.
+func argsOf(f *kernels.Forest) kernels.ForestArgs {
+	return kernels.ForestArgs{NumSeg: int32(f.NumSeg), NumRows: int32(f.NumRows), NumChunks: int32(f.NumChunks), MaxLen: slices.Max(f.Len)}
+}
