@@ -49,6 +49,9 @@ type ModelConfig struct {
 	MaxLen int    `toml:"max_len" min:"64" max:"1048576" doc:"longest episode context, in tokens"`
 	Device string `toml:"device" doc:"auto, cpu, null, emu or cuda:N"`
 	Gemm   string `toml:"gemm" enum:"own|openblas" doc:"matrix product of the CPU device"`
+	// What training holds at once; hs doctor and hs init work out what fits.
+	MicroRows int    `toml:"micro_rows" min:"0" max:"1048576" doc:"tokens of a training micro-batch, 0 = max_len or 2048, whichever is larger"`
+	Recompute string `toml:"recompute" enum:"none|layers" doc:"layers = keep the inputs of layers only and run each forward again before its backward"`
 }
 
 // LoRAConfig asks for a low-rank adapter (model.LoRA) beside frozen weights.
@@ -197,7 +200,7 @@ type SFTConfig struct {
 func Defaults() Config {
 	return Config{
 		Run:   RunConfig{Name: "run", Seed: 1, Steps: 100, PauseLimit: Duration(time.Hour)},
-		Model: ModelConfig{MaxLen: 32768, Device: "auto", Gemm: "own"},
+		Model: ModelConfig{MaxLen: 32768, Device: "auto", Gemm: "own", Recompute: "none"},
 		LoRA:  LoRAConfig{Targets: []string{model.AllLinear}},
 		Task:  TaskConfig{Env: "dbbench", PerStep: 16, Seed: 1, Train: 2000, Val: 100, Test: 100},
 		Rollout: RolloutConfig{

@@ -379,6 +379,9 @@ func (c *Config) crossCheck(bad func(path, value, allowed string)) {
 	if c.Rollout.MaxNew >= c.Model.MaxLen {
 		bad("rollout.max_new", strconv.Itoa(c.Rollout.MaxNew), fmt.Sprintf("below model.max_len (%d)", c.Model.MaxLen))
 	}
+	if n := c.Model.MicroRows; n > 0 && n < c.Model.MaxLen {
+		bad("model.micro_rows", strconv.Itoa(n), fmt.Sprintf("0 or at least model.max_len (%d): an episode is trained in one piece", c.Model.MaxLen))
+	}
 	if kv := c.Rollout.KVTokens; kv > 0 && kv < c.Model.MaxLen {
 		bad("rollout.kv_tokens", strconv.Itoa(kv), fmt.Sprintf("0 or at least model.max_len (%d)", c.Model.MaxLen))
 	}

@@ -89,7 +89,7 @@ type Deps struct {
 // Options of Assemble beyond the configuration.
 type AssembleOptions struct {
 	Train   bool // build the executor too; the model must have been loaded with LoadOptions.Train
-	MaxRows int  // rows per microbatch, 0 = max(2048, model.max_len)
+	MaxRows int  // rows per microbatch, 0 = what the configuration says
 	Log     *slog.Logger
 }
 
@@ -119,31 +119,22 @@ func AssembleBench(cfg Config, m *model.Model, o AssembleOptions) (*Deps, error)
 
 // build makes runner and executor for the configured budgets; after an error nothing stays allocated.
 func (d *Deps) build(cfg Config, m *model.Model, o AssembleOptions) error {
-	maxRows := o.MaxRows
-	if maxRows == 0 {
-		maxRows = max(2048, cfg.Model.MaxLen)
+	exec := execOptions(cfg)
+	if o.MaxRows > 0 {
+		exec.MaxRows, exec.MaxTargets = o.MaxRows, o.MaxRows
 	}
-	live := cfg.Rollout.Slots
-	kv := cfg.Rollout.KVTokens
-	if kv == 0 {
-		kv = live * cfg.Model.MaxLen
-	}
-	d.Policy, d.MaxRows, d.MaxTargets, d.Log = modelPolicy{m}, maxRows, maxRows, o.Log
+	d.Policy, d.MaxRows, d.MaxTargets, d.Log = modelPolicy{m}, exec.MaxRows, exec.MaxTargets, o.Log
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)
 	}
-	// Shared prompts hold sequences of their own next to the live ones.
-	seqs := live + max(live/4, 2)
-	r, err := model.NewRunner(m, model.RunnerOptions{MaxSeqs: seqs, MaxTokens: kv, PageSize: 16, MaxRows: max(1024, seqs)})
+	r, err := model.NewRunner(m, runnerOptions(cfg))
 	if err != nil {
 		return fmt.Errorf("assemble trainer: make runner: %w", err)
 	}
 	d.Sampler = r
 	d.closers = append(d.closers, func() error { r.Close(); return nil })
 	if o.Train {
-		x, err := model.NewExec(m, model.ExecOptions{
-			Temperature: cfg.Rollout.Temperature, MaxRows: maxRows, MaxTargets: d.MaxTargets, Entropy: true,
-		})
+		x, err := model.NewExec(m, exec)
 		if err != nil {
 			return errors.Join(fmt.Errorf("assemble trainer: make executor: %w", err), d.Close())
 		}
