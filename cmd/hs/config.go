@@ -1,11 +1,8 @@
 package main
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -124,52 +121,6 @@ func (c *configDoc) Run(g *globals) error {
 		}
 		fmt.Fprintln(g.out)
 	}
-	return nil
-}
-
-// initCmd writes a configuration file: hs init.
-type initCmd struct {
-	Preset string `arg:"" optional:"" default:"demo" help:"Preset to start from."`
-	List   bool   `help:"List the presets."`
-	Out    string `short:"o" default:"hs.toml" type:"path" help:"File to write."`
-	Force  bool   `help:"Replace an existing file."`
-}
-
-// Run writes the file; an existing one is never replaced without --force.
-func (c *initCmd) Run(ctx context.Context, g *globals) error {
-	if c.List {
-		names := trainer.Presets()
-		if g.JSON {
-			return g.emit(map[string]any{"presets": names})
-		}
-		fmt.Fprintln(g.out, strings.Join(names, "\n"))
-		return nil
-	}
-	text, err := trainer.Preset(c.Preset)
-	if err != nil {
-		return err
-	}
-	if st, err := os.Stat(c.Out); err == nil && st.IsDir() {
-		return usage("-o "+filepath.Join(c.Out, "hs.toml"), "%s is a directory", c.Out)
-	} else if err == nil && !c.Force {
-		return usage("--force replaces it; -o FILE writes elsewhere", "%s exists", c.Out)
-	} else if err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	if dir := filepath.Dir(c.Out); !isDir(dir) {
-		return usage("mkdir -p "+dir, "no directory %s", dir)
-	}
-	res, err := trainer.Load([]trainer.Layer{{Name: "preset " + c.Preset, Text: text}}, nil)
-	if err != nil {
-		return err
-	}
-	if err := trainer.WriteAtomic(c.Out, res.Config.Commented()); err != nil {
-		return err
-	}
-	if g.JSON {
-		return g.emit(map[string]any{"path": c.Out, "preset": c.Preset})
-	}
-	g.say("wrote %s; next: hs train -c %s", c.Out, c.Out)
 	return nil
 }
 

@@ -28,7 +28,8 @@ type doctorCmd struct {
 	Parity string `type:"path" help:"Run the parity fixture in DIR and check its bounds; nothing else is checked." placeholder:"DIR"`
 	Deep   bool   `help:"Also check the matrix-product rate, the planner against TapeMachine and the sampler against the trainer."`
 	Gold   int    `help:"Replay this many gold solutions of the environment." placeholder:"N"`
-	Ckpt   string `type:"path" aliases:"model" help:"Checkpoint to check instead of model.path." placeholder:"DIR"`
+	Ckpt   string `type:"path" aliases:"model" help:"Checkpoint to check instead of model.path, also as --model." placeholder:"DIR"`
+	GPUGib string `name:"gpu-gib" help:"Plan the memory on a GPU with N GiB for the configuration; config.json of the checkpoint is enough, and nothing else is checked." placeholder:"N"`
 }
 
 // finding is the result of one check.
@@ -65,6 +66,10 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 		return err
 	}
 	cfg := res.Config
+	if c.GPUGib != "" {
+		return c.plan(g, cfg)
+	}
+	var memory *trainer.MemoryPlan
 	add("D01", "machine", checkMachine)
 	add("D02", "GPU", checkGPU)
 	dev, derr := g.device(cfg.Model.Device, cfg.Run.Threads, cfg.Model.Gemm)
@@ -80,7 +85,10 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 			add("D05", "matrix product", func() (string, string, string) { return checkGemm(dev) })
 			add("D06", "gradients", func() (string, string, string) { return checkTape(dev) })
 		}
-		add("D07", "memory", func() (string, string, string) { return c.checkPlan(cfg) })
+		add("D07", "memory", func() (status, fact, hint string) {
+			memory, status, fact, hint = checkPlan(cfg)
+			return status, fact, hint
+		})
 		add("D08", "checkpoint", func() (string, string, string) { return checkModel(cfg, dev) })
 		if c.Deep {
 			add("D09", "sampler", func() (string, string, string) { return checkGap(ctx, cfg, dev) })
@@ -110,10 +118,14 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 		}
 	}
 	if g.JSON {
-		if err := g.emit(map[string]any{"version": fullVersion(), "ok": worst == 0, "checks": found}); err != nil {
+		if err := g.emit(map[string]any{"version": fullVersion(), "ok": worst == 0, "checks": found, "memory": memory}); err != nil {
 			return err
 		}
 	} else {
+		if memory != nil && c.Ckpt != "" {
+			fmt.Fprintln(g.out)
+			printMemory(g.out, memory)
+		}
 		fmt.Fprintf(g.out, "\nfor a bug report: hs %s, %s, %s/%s, config %.12s\n", fullVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH, cfg.Digest())
 	}
 	if worst != 0 {
@@ -195,11 +207,11 @@ func checkMachine() (string, string, string) {
 }
 
 func memTotal() string {
-	var i unix.Sysinfo_t
-	if unix.Sysinfo(&i) != nil {
+	n := ramBytes()
+	if n == 0 {
 		return "unknown"
 	}
-	return fmt.Sprintf("%.1f GiB", float64(i.Totalram)*float64(i.Unit)/(1<<30))
+	return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
 }
 
 func checkGPU() (string, string, string) {
@@ -222,32 +234,26 @@ func checkGemm(dev *kernels.Device) (string, string, string) {
 	return "OK", strings.Join(parts, ", "), ""
 }
 
-// checkPlan plans the configured training on the null device, which allocates nothing.
-func (c *doctorCmd) checkPlan(cfg trainer.Config) (string, string, string) {
-	null, err := kernels.Open("null", kernels.Options{})
+// checkPlan plans the configured training on this machine; nothing is allocated.
+func checkPlan(cfg trainer.Config) (p *trainer.MemoryPlan, status, fact, hint string) {
+	ram := ramBytes()
+	p, err := planMemory(cfg, trainer.CPUBudget(ram))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, "SKIP", "no plan without a config.json, see D08", ""
+	}
 	if err != nil {
-		return "FAIL", err.Error(), advice(err)
+		return nil, "FAIL", err.Error(), advice(err)
 	}
-	defer null.Close()
-	m, err := loadModel(cfg.Model.Path, null, true)
-	if err != nil {
-		return "SKIP", "no plan without a checkpoint, see D08", ""
+	const mib = 1 << 20
+	fact = fmt.Sprintf("sampling %.1f MiB, an update of %d rows %.1f MiB, together %.1f MiB; rollout.slots up to %d and model.micro_rows up to %d fit",
+		float64(p.Rollout)/mib, p.MicroRows, float64(p.Train)/mib, float64(p.Peak)/mib, p.MaxSlots, p.MaxRows.None)
+	switch {
+	case ram == 0:
+		return p, "WARN", fact + "; this machine does not tell its memory", "compare with the memory you have"
+	case !p.Fits:
+		return p, "FAIL", fact + ": more than this machine's memory", planHint(p)
 	}
-	defer m.Close()
-	rows := max(2048, cfg.Model.MaxLen)
-	x, err := model.NewExec(m, model.ExecOptions{Temperature: 1, MaxRows: rows, MaxTargets: rows, Entropy: true})
-	if err != nil {
-		return "FAIL", err.Error(), advice(err)
-	}
-	defer x.Close()
-	need := float64(x.PeakBytes()) / (1 << 20)
-	weights := float64(m.Params.Elems()) * 4 / (1 << 20)
-	var i unix.Sysinfo_t
-	fact := fmt.Sprintf("weights %.1f MiB, gradients and moments %.1f MiB, executor arena %.0f MiB for %d rows", weights, 3*weights, need, rows)
-	if unix.Sysinfo(&i) == nil && 4*weights+need > float64(i.Totalram)*float64(i.Unit)/(1<<20)*0.9 {
-		return "FAIL", fact + ": more than this machine's memory", "lower model.max_len or take a smaller model"
-	}
-	return "OK", fact, ""
+	return p, "OK", fact, ""
 }
 
 func checkModel(cfg trainer.Config, dev *kernels.Device) (string, string, string) {
