@@ -31,7 +31,7 @@ build: report ## build/hs
 	@mkdir -p build
 	go build -trimpath -ldflags '$(LDFLAGS)' -o $(HS) ./cmd/hs
 
-emu: build/libhs_emu.so ## build/libhs_emu.so: the CUDA kernels on the CPU (device "emu")
+emu: build/libhs_emu.so build/libhs_emu_test.so ## build/libhs_emu.so: the CUDA kernels on the CPU (device "emu")
 
 build/emu/%.o: kernels/cuda/%.cu $(CU_DEPS)
 	@mkdir -p build/emu
@@ -41,7 +41,15 @@ build/emu/%.o: kernels/emu/%.cpp $(CU_DEPS)
 	@mkdir -p build/emu
 	g++ $(EMU_FLAGS) -c $< -o $@
 
+build/emu/%.o: kernels/emu/%.cu $(CU_DEPS)
+	@mkdir -p build/emu
+	g++ $(EMU_FLAGS) -c $< -o $@
+
 build/libhs_emu.so: $(EMU_OBJ)
+	g++ -shared -Wl,-z,defs -o $@ $^ -lpthread -lm
+
+# The same with kernels that are wrong on purpose: the emulator's own tests.
+build/libhs_emu_test.so: $(EMU_OBJ) build/emu/broken.o
 	g++ -shared -Wl,-z,defs -o $@ $^ -lpthread -lm
 
 demo: build ## train the shipped tiny policy with Harness-S on the embedded database world: SEED=1 RUN=demo-1
