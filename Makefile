@@ -18,7 +18,7 @@ EMU_OBJ  := $(CU:kernels/cuda/%.cu=build/emu/%.o) build/emu/emu.o
 EMU_FLAGS := -x c++ -std=c++17 -O2 -g1 -Wall -Wextra -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wno-unknown-pragmas \
              -Wno-psabi -include kernels/emu/shim.h
 
-.PHONY: help report build demo test emu race vet fmt staticcheck check fuzz reference golden tiny bench size clean
+.PHONY: help report build demo test emu cuda cuda-toolchain cuda-check race vet fmt staticcheck check fuzz reference golden tiny bench size clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -51,6 +51,31 @@ build/libhs_emu.so: $(EMU_OBJ)
 # The same with kernels that are wrong on purpose: the emulator's own tests.
 build/libhs_emu_test.so: $(EMU_OBJ) build/emu/broken.o
 	g++ -shared -Wl,-z,defs -o $@ $^ -lpthread -lm
+
+# nvcc: CUDA_HOME's, or that of the wheels. One pip call: a second one into the same folder would drop files.
+CUDA_HOME ?= build/cuda/nvidia/cu13
+NVCC_ARCH := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=compute_80
+NVCC_FLAGS := -std=c++17 -O3 $(NVCC_ARCH) -Xcompiler -fPIC,-fvisibility=hidden,-Wall --ptxas-options=-v --expt-relaxed-constexpr
+
+cuda-toolchain: ## NVIDIA's compiler as wheels into build/cuda (277 MB, no root, no GPU needed)
+	@test -x build/cuda/nvidia/cu13/bin/nvcc || { rm -rf build/cuda && \
+	  python3 -m pip install -q --target build/cuda --no-deps --require-hashes -r kernels/cuda/toolchain.txt; }
+	@ln -sfn lib build/cuda/nvidia/cu13/lib64
+	@build/cuda/nvidia/cu13/bin/nvcc --version | tail -n 2
+
+cuda: build/libhs_cuda.so cuda-check ## build/libhs_cuda.so by nvcc (CUDA_HOME, or make cuda-toolchain), then its check
+
+build/cu/%.o: kernels/cuda/%.cu $(CU_DEPS)
+	@mkdir -p build/cu
+	@test -x $(CUDA_HOME)/bin/nvcc || { echo "no $(CUDA_HOME)/bin/nvcc. Type: make cuda-toolchain, or set CUDA_HOME=DIR"; exit 1; }
+	$(CUDA_HOME)/bin/nvcc $(NVCC_FLAGS) -c $< -o $@ 2>build/cu/$*.ptxas || { cat build/cu/$*.ptxas; exit 1; }
+
+build/libhs_cuda.so: $(CU:kernels/cuda/%.cu=build/cu/%.o) kernels/cuda/exports.map
+	$(CUDA_HOME)/bin/nvcc -shared $(NVCC_ARCH) -cudart static -Xlinker --version-script=kernels/cuda/exports.map \
+	  -Xcompiler -static-libstdc++,-static-libgcc -o $@ $(filter %.o,$^) -ldl
+
+cuda-check: build/libhs_cuda.so ## registers, spills, stack and tensor-core instructions of every kernel against kernels/cuda/resources.txt
+	@tools/cudares.sh check
 
 demo: build ## train the shipped tiny policy with Harness-S on the embedded database world: SEED=1 RUN=demo-1
 	$(HS) train --preset demo --set run.seed=$(SEED) --run $(RUN) --clean --json

@@ -34,8 +34,8 @@ report() {
   done
   if command -v mariadbd >/dev/null 2>&1 || [ -x /usr/sbin/mariadbd ]; then line ✓ mariadb "optional: DBBench on a real server"
   else line → mariadb "optional, for DBBench on a real server: apt-get install --no-install-recommends mariadb-server"; fi
-  if command -v nvcc >/dev/null 2>&1; then line ✓ nvcc "found; this version runs on the CPU only"
-  else line → nvcc "not needed: this version runs on the CPU only"; fi
+  if command -v nvcc >/dev/null 2>&1 || [ -x build/cuda/nvidia/cu13/bin/nvcc ]; then line ✓ nvcc "optional: make cuda compiles the CUDA kernels"
+  else line → nvcc "optional, compiles the CUDA kernels: make cuda-toolchain"; fi
 }
 
 case "${1:-build}" in
