@@ -179,7 +179,7 @@ typedef struct { int32_t dtype; uint32_t flags; int64_t B, V, vocab_valid; const
 // Weights: lo = 0: w is the master, of type dtype (F32, F64). lo != 0: the master is a float32 split as hi = nearest bfloat16 (ties away from
 //   zero) and lo[n] int16, bits(master) = (bits(hi) << 16) + lo; w holds hi, as bf16 (dtype BF16) or widened to float32 (dtype F32).
 // States (grad is f32, f64 with dtype F64): HS_STATE_F32 m, v [n] real; HS_STATE_BF16 m, v [n] bf16, rounded stochastically; HS_STATE_U8 m, v [n]
-//   8-bit codes with f32 scales ms, vs [ceil(n/HS_STATE_BLOCK)] per block, rounded stochastically. n of all but the last call of an arena and `first`
+//   8-bit codes with f32 scales ms, vs [ceil(n/HS_STATE_BLOCK)] per block, rounded stochastically (optim_math.h). n of all but the last call of an arena and `first`
 //   are multiples of HS_STATE_BLOCK.
 // Random bits: Philox4x32-10(key = seed, counter = {first + i, step}), so they depend on the element's place in its arena, not on how it is cut.
 #define HS_STATE_BLOCK 256

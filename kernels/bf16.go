@@ -30,3 +30,19 @@ func FromBF16s(dst []float32, src []byte) {
 		dst[i] = FromBF16(uint16(src[2*i]) | uint16(src[2*i+1])<<8)
 	}
 }
+
+// SplitF32 splits a float32 for AdamWArgs.Lo: hi is the nearest bfloat16, ties away from zero, and lo what is missing, so that JoinF32
+// gives x again, bit for bit. hi of a magnitude of at least 0x1.ffp127 is infinite; every NaN becomes the quiet NaN of its sign.
+func SplitF32(x float32) (hi uint16, lo int16) {
+	b := math.Float32bits(x)
+	if b&0x7fffffff > 0x7f800000 {
+		return uint16(b>>16)&0x8000 | 0x7fc0, 0
+	}
+	up := (b + 0x8000) >> 16
+	return uint16(up), int16(b - up<<16)
+}
+
+// JoinF32 is the float32 that SplitF32 split.
+func JoinF32(hi uint16, lo int16) float32 {
+	return math.Float32frombits(uint32(hi)<<16 + uint32(int32(lo)))
+}

@@ -21,6 +21,7 @@ package kernels
 #include <unistd.h>
 #include "abi.h"
 #include "abi_layout.h"
+#include "optim_math.h"
 
 // The text of a failure is the calling thread's, so it is copied inside the call that failed.
 typedef struct { int status; char* text; } hs_result;
@@ -115,6 +116,23 @@ static void hs_shim_free(uint64_t p, int64_t n) {
   else munmap((void*)(uintptr_t)p, (size_t)((n + HS_HUGE - 1) & ~(HS_HUGE - 1)));
 }
 void hs_philox(uint32_t key0, uint32_t key1, const uint32_t ctr[4], uint32_t out[4]);
+// One formula of optim_math.h on n elements: x are float32 bits (scale for the codes in s), r random words.
+static void hs_shim_optim(int f, int64_t n, const uint32_t* x, const uint32_t* r, float s, uint32_t* out) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t hi;
+    int32_t lo;
+    switch (f) {
+    case 0: hs_split(hs_float(x[i]), &hi, &lo); out[i] = hs_bits(hs_join(hi, (int16_t)lo)); break;
+    case 1: hs_split(hs_float(x[i]), &hi, &lo); out[i] = hi | (uint16_t)lo; break;
+    case 2: out[i] = hs_round_bf16(hs_float(x[i]), r[i]); break;
+    case 3: out[i] = hs_code_m(hs_float(x[i]), r[i]); break;
+    case 4: out[i] = hs_code_v(hs_float(x[i]), r[i]); break;
+    case 5: out[i] = hs_bits(hs_decode_m(x[i], s)); break;
+    case 6: out[i] = hs_bits(hs_decode_v(x[i], s)); break;
+    default: out[i] = hs_bits(hs_code_scale(x[i]));
+    }
+  }
+}
 static int64_t hs_shim_memory(void) { return (int64_t)sysconf(_SC_PHYS_PAGES) * (int64_t)sysconf(_SC_PAGESIZE); }
 */
 import "C"
@@ -213,6 +231,31 @@ func philox(key [2]uint32, ctr [4]uint32) (out [4]uint32) {
 	for i := range w {
 		out[i] = uint32(w[i])
 	}
+	return out
+}
+
+// Formulas of optim_math.h, for their tests.
+const (
+	optimRoundTrip = iota // split and joined again
+	optimSplit            // upper half and lo below it
+	optimBF16
+	optimCodeM
+	optimCodeV
+	optimDecodeM
+	optimDecodeV
+	optimScale
+)
+
+// optimFormula applies a formula to float32 bits (codes for the decoders) x[i] with random words r[i]; r may be nil where none is used.
+func optimFormula(f int, x, r []uint32, scale float32) []uint32 {
+	out := make([]uint32, len(x))
+	if len(x) == 0 {
+		return out
+	}
+	if r == nil {
+		r = x
+	}
+	C.hs_shim_optim(C.int(f), C.int64_t(len(x)), (*C.uint32_t)(&x[0]), (*C.uint32_t)(&r[0]), C.float(scale), (*C.uint32_t)(&out[0]))
 	return out
 }
 

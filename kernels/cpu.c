@@ -1,6 +1,7 @@
 // cpu.c - the cpu table: error text, SIMD choice, thread pool, and the dispatch of every op.
-// Bodies: cpu_point_body.h (pointwise, norms, optimiser), cpu_head_body.h (log-probs, sampling), cpu_gemm.c, cpu_seq*.c.
+// Bodies: cpu_point_body.h (pointwise, norms), cpu_head_body.h (log-probs, sampling), cpu_adamw.c, cpu_gemm.c, cpu_seq*.c.
 #include "cpu.h"
+#include "optim_math.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -298,19 +299,10 @@ HS_INLINE int64_t head_ws(int64_t N, int64_t D, int64_t valid, int64_t chunk, in
   return hs_align((c + 1) * 8) + rowbufs * hs_align(c * D * e) + hs_align(c * valid * e);
 }
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
+// The Philox of optim_math.h on arrays.
 void hs_philox(uint32_t key0, uint32_t key1, const uint32_t ctr[4], uint32_t out[4]) {
-  uint32_t a = ctr[0], b = ctr[1], c = ctr[2], d = ctr[3];
-  for (int r = 0; r < 10; r++) {
-    uint64_t p = (uint64_t)0xD2511F53u * a, q = (uint64_t)0xCD9E8D57u * c;
-    a = (uint32_t)(q >> 32) ^ b ^ key0;
-    b = (uint32_t)q;
-    c = (uint32_t)(p >> 32) ^ d ^ key1;
-    d = (uint32_t)p;
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-  out[0] = a, out[1] = b, out[2] = c, out[3] = d;
+  memcpy(out, ctr, 16);
+  hs_philox4x32(key0, key1, &out[0], &out[1], &out[2], &out[3]);
 }
 
 // Uniform in (0,1): 52 bits of the first two words, centred in their cell.
@@ -327,7 +319,7 @@ HS_INLINE double philox_uniform(const hs_sample_row* r) {
 #define POINT_OPS(X) \
   X(embed, embed) X(embed_bwd, embed_bwd) X(rmsnorm, rmsnorm) X(rmsnorm_bwd, rmsnorm_bwd) X(gatednorm, gatednorm) \
   X(gatednorm_bwd, gatednorm_bwd) X(vec_copy, vec) X(vec_add, vec) X(swiglu, swiglu) X(swiglu_bwd, swiglu_bwd) X(gather, gather) \
-  X(gather_bwd, gather) X(lmhead, lmhead) X(lmhead_bwd, lmhead_bwd) X(sample, sample) X(adamw, adamw) X(sumsq, sumsq)
+  X(gather_bwd, gather) X(lmhead, lmhead) X(lmhead_bwd, lmhead_bwd) X(sample, sample) X(sumsq, sumsq)
 
 #define X(op, args) \
   static hs_status run_##op(const void* p) { \
@@ -340,7 +332,7 @@ POINT_OPS(X)
 
 #define SEQ_OPS(X) \
   X(convgate) X(convgate_bwd) X(gdn) X(gdn_bwd) X(convgate_step) X(gdn_step) X(attnprep) X(attnprep_bwd) X(attn) X(attn_bwd) \
-  X(gate) X(gate_bwd) X(kv_write) X(attn_paged) X(gemm)
+  X(gate) X(gate_bwd) X(kv_write) X(attn_paged) X(gemm) X(adamw)
 #define X(op) \
   static hs_status run_##op(const void* p) { return hs_cpu_##op(p); } \
   static int64_t ws_##op(const void* p) { return hs_cpu_##op##_ws(p); }

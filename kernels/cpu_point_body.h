@@ -1,4 +1,4 @@
-// cpu_point_body.h - embedding, norms, pointwise ops, gather, optimiser. Stamped out per SIMD level by cpu_levels.h (see cpu.h).
+// cpu_point_body.h - embedding, norms, pointwise ops, gather, sum of squares. Stamped out per SIMD level by cpu_levels.h (see cpu.h).
 // A row's sums run over VW lanes with the tail as a partial vector: its bits depend on the row alone.
 
 #define TASK(name) static void FN(name)(void* c_, int64_t task, int worker)
@@ -274,40 +274,7 @@ static hs_status FN(swiglu_bwd)(const hs_swiglu_bwd_args* a) {
   return HS_OK;
 }
 
-// ---- optimiser ----
-
-typedef struct { const hs_adamw_args* a; real b1, b2, nb1, nb2, c1, c2, lr, eps, decay, scale; } FN(adamw_ctx);
-
-static void FN(adamw_task)(void* c_, int64_t task, int worker) {
-  (void)worker;
-  const FN(adamw_ctx)* c = c_;
-  const hs_adamw_args* a = c->a;
-  real *w = a->w, *m = a->m, *v = a->v;
-  const real* grad = a->grad;
-  const VR b1 = vset1(c->b1), b2 = vset1(c->b2), nb1 = vset1(c->nb1), nb2 = vset1(c->nb2), c1 = vset1(c->c1), c2 = vset1(c->c2);
-  const VR lr = vset1(c->lr), eps = vset1(c->eps), decay = vset1(c->decay), scale = vset1(c->scale);
-  ELEMS(a->n);
-  for (; i < end; i += VW) {
-    VR g = vloadn(grad + i, end - i) * scale, wi = vloadn(w + i, end - i);
-    VR mi = b1 * vloadn(m + i, end - i) + nb1 * g, vi = b2 * vloadn(v + i, end - i) + nb2 * (g * g);
-    vstoren(m + i, mi, end - i);
-    vstoren(v + i, vi, end - i);
-    vstoren(w + i, wi - lr * (mi * c1 / (vsqrt(vi * c2) + eps) + decay * wi), end - i);
-  }
-}
-static hs_status FN(adamw)(const hs_adamw_args* a) {
-  HS_NEED(a->n > 0, "n %lld, need > 0", (long long)a->n);
-  if (a->lo || a->states != HS_STATE_F32) return hs_fail(HS_ERR_UNSUPPORTED, "adamw: split weights and %s moments", a->states ? "narrow" : "float32");
-  HS_NEED(a->step >= 1, "step %lld, need >= 1", (long long)a->step);
-  HS_NEED(a->beta1 >= 0 && a->beta1 < 1 && a->beta2 >= 0 && a->beta2 < 1, "beta1 %g, beta2 %g: need 0 <= beta < 1", a->beta1, a->beta2);
-  NEED_PTR(w); NEED_PTR(m); NEED_PTR(v); NEED_PTR(grad);
-  FN(adamw_ctx) c = {
-    a, (real)a->beta1, (real)a->beta2, (real)(1 - a->beta1), (real)(1 - a->beta2), (real)(1 / (1 - pow(a->beta1, (double)a->step))),
-    (real)(1 / (1 - pow(a->beta2, (double)a->step))), (real)a->lr, (real)a->eps, (real)a->decay, (real)a->grad_scale,
-  };
-  hs_parallel(HS_CEIL(a->n, ELEM_BLOCK), FN(adamw_task), &c);
-  return HS_OK;
-}
+// ---- gradient norm ----
 
 TASK(sumsq_task) {
   TASK_ARGS(hs_sumsq_args);
