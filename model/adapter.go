@@ -35,9 +35,11 @@ type Base struct {
 	SHA256 string // WeightsSHA256 of the model without adapter
 }
 
-// AdaptOptions are the parts of Adapt that are not in the adapter's files. Train allocates gradients and moments of the adapter.
+// AdaptOptions are the parts of Adapt that are not in the adapter's files. Train allocates gradients and moments of the adapter, stored as
+// Optim says.
 type AdaptOptions struct {
 	Train bool
+	Optim Recipe
 	Seed  uint64 // of A's start values
 	Path  string // Base.Path
 }
@@ -100,13 +102,13 @@ func (m *Model) newAdapter(l LoRA, o AdaptOptions) (err error) {
 	}()
 	m.Adapter = a
 	dt, tensors := m.Params.DType, adapterTensors(a.matrices, l.Rank)
-	if a.Params, err = newParams(tensors, m.Dev, dt, o.Train); err != nil {
+	if a.Params, err = newParams(tensors, m.Dev, dt, o.Train, o.Optim); err != nil {
 		return err
 	}
-	if a.scaled, err = newParams(tensors, m.Dev, dt, false); err != nil {
+	if a.scaled, err = newParams(tensors, m.Dev, dt, false, Recipe{}); err != nil {
 		return err
 	}
-	if a.frozen, err = newParams(a.matrices, m.Dev, dt, false); err != nil {
+	if a.frozen, err = newParams(a.matrices, m.Dev, dt, false, Recipe{}); err != nil {
 		return err
 	}
 	for _, t := range a.matrices {

@@ -237,7 +237,7 @@ func withDType(text []byte, value string) ([]byte, error) {
 // savePiece is how many elements of a tensor are in host memory at a time while it is written.
 const savePiece = 1 << 20
 
-// source is a weight to write under a name in a dtype. With check, a value that is not finite there is an error.
+// source is a weight to write under a name in a dtype, split ones joined. With check, a value that is not finite there is an error.
 func (p *Params) source(e Entry, name, dtype string, check bool) source {
 	return source{name, dtype, e.Shape, int64(dtypeBytes(dtype)) * e.Len, func(w io.Writer) error {
 		_, base, err := p.entry(Weights, e.Name)
@@ -255,7 +255,7 @@ func (p *Params) source(e Entry, name, dtype string, check bool) source {
 		for at := int64(0); at < e.Len; at += savePiece {
 			n := min(savePiece, e.Len-at)
 			p.stream.Download(in[:n*size], base+kernels.Ptr(at*size))
-			if err := p.stream.Sync(); err != nil {
+			if err := errors.Join(p.stream.Sync(), p.join(e, at, in[:n*size])); err != nil {
 				return err
 			}
 			if check || held != dtype {

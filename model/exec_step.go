@@ -59,7 +59,7 @@ func (e *Exec) GradNorm() (float64, error) {
 	return math.Sqrt(total), nil
 }
 
-// Step applies AdamW with decoupled decay to every parameter. Only matrices (embedding, projections) decay: norms, gates and conv taps do not.
+// Step applies AdamW with decoupled decay to every parameter, in the storage of its recipe. Only matrices (embedding, projections) decay: norms, gates and conv taps do not.
 // With an adapter its matrices are stepped and W' is made anew. It counts the step in OptStep and Version of Model.Trainable.
 func (e *Exec) Step(h Hyper) error {
 	p := e.m.Trainable()
@@ -73,21 +73,23 @@ func (e *Exec) Step(h Hyper) error {
 	if h.ClipNorm > 0 && h.GradNorm > h.ClipNorm {
 		scale = h.ClipNorm / h.GradNorm
 	}
-	elem := kernels.Ptr(p.DType.Size())
 	entries := p.Entries()
 	for i := 0; i < len(entries); {
 		j := i + 1
-		for j < len(entries) && decays(entries[j]) == decays(entries[i]) {
+		for j < len(entries) && decays(entries[j]) == decays(entries[i]) && p.split(entries[j]) == p.split(entries[i]) {
 			j++
 		}
 		from, to := entries[i].Offset, p.Elems()
 		if j < len(entries) {
 			to = entries[j].Offset
 		}
-		off := kernels.Ptr(from) * elem
 		a := kernels.AdamWArgs{
-			DType: p.DType, N: to - from, Step: p.OptStep + 1, LR: h.LR, Beta1: h.Beta1, Beta2: h.Beta2, Eps: h.Eps, GradScale: scale,
-			W: p.Base(Weights) + off, M: p.Base(MomentM) + off, V: p.Base(MomentV) + off, Grad: p.Base(Grads) + off,
+			DType: p.DType, States: p.recipe.States, N: to - from, First: from, Step: p.OptStep + 1, Seed: p.recipe.Seed,
+			LR: h.LR, Beta1: h.Beta1, Beta2: h.Beta2, Eps: h.Eps, GradScale: scale,
+			W: p.at(Weights, from), M: p.at(MomentM, from), V: p.at(MomentV, from), MS: p.at(ScaleM, from), VS: p.at(ScaleV, from), Grad: p.at(Grads, from),
+		}
+		if p.split(entries[i]) {
+			a.Lo = p.at(WeightsLo, from)
 		}
 		if decays(entries[i]) {
 			a.Decay = h.Decay

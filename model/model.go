@@ -24,11 +24,13 @@ type Model struct {
 	Files   map[string][]byte // tokenizer and template files of the directory, written again by Save
 }
 
-// LoadOptions say how parameters are held. DType is kernels.F32 (the default) or kernels.F64. Train allocates gradients and moments.
+// LoadOptions say how parameters are held. DType is kernels.F32 (the default) or kernels.F64. Train allocates gradients and moments, stored
+// as Optim says. Weights are split by Optim.HiLo also when they are not trained, so that they are those that training computes with.
 // SkipFiniteCheck accepts NaN and infinite weights.
 type LoadOptions struct {
 	DType           kernels.DType
 	Train           bool
+	Optim           Recipe
 	SkipFiniteCheck bool
 }
 
@@ -93,7 +95,7 @@ func load(fsys fs.FS, origin string, dev *kernels.Device, o LoadOptions, open fu
 	if err := c.Check(cfg); err != nil {
 		return nil, err
 	}
-	if m.Params, err = newParams(cfg.Tensors(), dev, o.DType, o.Train); err != nil {
+	if m.Params, err = newParams(cfg.Tensors(), dev, o.DType, o.Train, o.Optim); err != nil {
 		return nil, err
 	}
 	if err := m.Params.load(c, !o.SkipFiniteCheck); err != nil {
@@ -112,7 +114,7 @@ func NewRandom(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*M
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
-	p, err := newParams(cfg.Tensors(), dev, o.DType, o.Train)
+	p, err := newParams(cfg.Tensors(), dev, o.DType, o.Train, o.Optim)
 	if err != nil {
 		return nil, err
 	}
@@ -159,11 +161,13 @@ func initial(e Entry, seed uint64, std float64) func(dst []float32) {
 }
 
 // Save writes a Hugging Face directory: a flat text-only config.json, float32 model.safetensors with text-only names, and the
-// tokenizer and template files that were loaded. It is what a run's checkpoint holds; SaveAs writes other forms.
+// tokenizer and template files that were loaded. It is what a run's checkpoint holds; SaveAs writes other forms. Split weights are saved as
+// their float32 masters, whose nearest bfloat16 and remainder Load finds again bit for bit.
 func (m *Model) Save(dir string) error { return m.SaveAs(dir, SaveOptions{}) }
 
-// WeightsSHA256 returns the hexadecimal SHA-256 of the weights in table order, in the dtype they are held in.
-func (m *Model) WeightsSHA256() (string, error) { return m.Params.sha256(Weights) }
+// WeightsSHA256 returns the hexadecimal SHA-256 of the weights in table order, in the dtype they are held in; of split weights their float32
+// masters.
+func (m *Model) WeightsSHA256() (string, error) { return m.Params.sha256() }
 
 // Close frees the parameters.
 func (m *Model) Close() {

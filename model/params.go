@@ -2,8 +2,8 @@ package model
 
 import (
 	"crypto/sha256"
-	"encoding/binary"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"math"
 
@@ -15,32 +15,39 @@ import (
 // StateKind names one of the arenas of Params.
 type StateKind uint8
 
-// Arenas. Grads, MomentM and MomentV exist only in a model loaded with LoadOptions.Train.
+// Arenas. All but Weights exist only in a model loaded with LoadOptions.Train: WeightsLo when weights are split, ScaleM and ScaleV with
+// 8-bit moments (Recipe).
 const (
 	Weights StateKind = iota
 	Grads
 	MomentM
 	MomentV
+	WeightsLo
+	ScaleM
+	ScaleV
 	numKinds
 )
 
 // String returns the label used in ledgers and files.
 func (k StateKind) String() string {
-	return [...]string{"weights", "grads", "moment_m", "moment_v", "?"}[min(k, numKinds)]
+	return [...]string{"weights", "grads", "moment_m", "moment_v", "weights_lo", "moment_m_scale", "moment_v_scale", "?"}[min(k, numKinds)]
 }
 
-// alignElems is the alignment of each tensor in an arena, in elements: 64 bytes in float32, and whole vectors for the optimiser.
-const alignElems = 16
+// alignElems is the alignment of each tensor in an arena, in elements: a block of moments belongs to one tensor, whatever its storage, and
+// an optimiser step may begin at any tensor.
+const alignElems = kernels.StateBlock
 
-// Entry is one tensor of the arenas: Offset and Len are in elements and the same in every arena.
+// Entry is one tensor of the arenas: Offset and Len are in elements and the same in every arena. KeepF32 is that of its TensorSpec.
 type Entry struct {
 	Name        string
 	Shape       []int
 	Offset, Len int64
+	KeepF32     bool
 }
 
-// Params holds the parameters on a device: one arena each for weights, gradients and the two Adam moments, all with the same layout
-// and dtype. Padding between tensors is zero in every arena. Version counts weight updates, OptStep optimiser steps.
+// Params holds the parameters on a device: one arena each for weights, gradients and the two Adam moments, all with the same layout, in
+// DType or as the recipe says, and the arenas that the recipe adds. Padding between tensors is zero in every arena. Version counts weight
+// updates, OptStep optimiser steps.
 type Params struct {
 	DType   kernels.DType
 	Version uint64
@@ -51,30 +58,29 @@ type Params struct {
 	elems   int64
 	dev     *kernels.Device
 	stream  *kernels.Stream
+	recipe  Recipe
 	arena   [numKinds]*kernels.Buffer
 }
 
-// newParams lays out the tensors of specs in their order and allocates the arenas, zeroed.
-func newParams(specs []TensorSpec, dev *kernels.Device, dtype kernels.DType, train bool) (*Params, error) {
-	if dtype != kernels.F32 && dtype != kernels.F64 {
-		return nil, fmt.Errorf("allocate parameters: dtype %v, want F32 or F64", dtype)
+// newParams lays out the tensors of specs in their order and allocates the arenas, zeroed. The recipe counts with train; without, only its
+// HiLo does.
+func newParams(specs []TensorSpec, dev *kernels.Device, dtype kernels.DType, train bool, r Recipe) (*Params, error) {
+	if err := r.check(dtype); err != nil {
+		return nil, err
 	}
-	p := &Params{DType: dtype, byName: map[string]int{}, dev: dev, stream: dev.NewStream()}
+	p := &Params{DType: dtype, byName: map[string]int{}, dev: dev, stream: dev.NewStream(), recipe: r}
 	for _, t := range specs {
 		n := t.Elems()
 		p.byName[t.Name] = len(p.entries)
-		p.entries = append(p.entries, Entry{Name: t.Name, Shape: t.Shape, Offset: p.elems, Len: n})
+		p.entries = append(p.entries, Entry{Name: t.Name, Shape: t.Shape, Offset: p.elems, Len: n, KeepF32: t.KeepF32})
 		p.elems += (n + alignElems - 1) / alignElems * alignElems
 	}
-	kinds := []StateKind{Weights}
-	if train {
-		kinds = append(kinds, Grads, MomentM, MomentV)
-	}
-	for _, k := range kinds {
-		b, err := dev.Alloc(p.elems*int64(dtype.Size()), k.String())
+	for _, k := range r.kinds(train) {
+		_, bytes := p.span(k, 0, p.elems)
+		b, err := dev.Alloc(bytes, k.String())
 		if err != nil {
 			p.free()
-			return nil, fmt.Errorf("allocate %s (%d bytes): %w", k, p.elems*int64(dtype.Size()), err)
+			return nil, fmt.Errorf("allocate %s (%d bytes): %w", k, bytes, err)
 		}
 		p.arena[k] = b
 	}
@@ -123,10 +129,7 @@ func (p *Params) Ptr(kind StateKind, name string) kernels.Ptr {
 	if !ok {
 		panic(fmt.Sprintf("model: no parameter %q", name))
 	}
-	if !p.Has(kind) {
-		return 0
-	}
-	return p.arena[kind].At(e.Offset * int64(p.DType.Size()))
+	return p.at(kind, e.Offset)
 }
 
 func (p *Params) entry(kind StateKind, name string) (Entry, kernels.Ptr, error) {
@@ -137,7 +140,7 @@ func (p *Params) entry(kind StateKind, name string) (Entry, kernels.Ptr, error) 
 	if !p.Has(kind) {
 		return e, 0, fmt.Errorf("arena %s is not allocated (load the model with Train)", kind)
 	}
-	return e, p.arena[kind].At(e.Offset * int64(p.DType.Size())), nil
+	return e, p.at(kind, e.Offset), nil
 }
 
 // read downloads the bytes of a tensor.
@@ -146,7 +149,8 @@ func (p *Params) read(kind StateKind, name string) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read %s: %w", kind, err)
 	}
-	b := make([]byte, e.Len*int64(p.DType.Size()))
+	_, bytes := p.span(kind, e.Offset, e.Len)
+	b := make([]byte, bytes)
 	p.stream.Download(b, at)
 	if err := p.stream.Sync(); err != nil {
 		return nil, fmt.Errorf("read %s %q: %w", kind, name, err)
@@ -154,12 +158,20 @@ func (p *Params) read(kind StateKind, name string) ([]byte, error) {
 	return b, nil
 }
 
-// ReadF32 downloads a tensor as float32, row-major.
+// ReadF32 downloads a tensor as float32, row-major. Weights are what sampler and executor read (Master gives both halves of split ones);
+// moments must be stored as reals.
 func (p *Params) ReadF32(kind StateKind, name string) ([]float32, error) {
+	if !p.inReals(kind) {
+		return nil, fmt.Errorf("read %s %q: not stored as reals, State gives the bytes", kind, name)
+	}
 	b, err := p.read(kind, name)
 	if err != nil {
 		return nil, err
 	}
+	return p.decode(b)
+}
+
+func (p *Params) decode(b []byte) ([]float32, error) {
 	v := make([]float32, len(b)/p.DType.Size())
 	dtype := "F32"
 	if p.DType == kernels.F64 {
@@ -178,50 +190,32 @@ func (p *Params) Dense(kind StateKind, name string) (*tensor.Dense, error) {
 	return denseF32(e.Shape, v), nil
 }
 
-// WriteF32 uploads a tensor given in float32, row-major.
+// WriteF32 uploads a tensor given in float32, row-major: of split weights both halves. Moments must be stored as reals.
 func (p *Params) WriteF32(kind StateKind, name string, v []float32) error {
-	e, at, err := p.entry(kind, name)
+	e, _, err := p.entry(kind, name)
 	if err != nil {
 		return fmt.Errorf("write %s: %w", kind, err)
+	}
+	if !p.inReals(kind) {
+		return fmt.Errorf("write %s %q: not stored as reals, SetState takes the bytes", kind, name)
 	}
 	if int64(len(v)) != e.Len {
 		return fmt.Errorf("write %s %q: %d values for shape %v", kind, name, len(v), e.Shape)
 	}
-	p.stream.Upload(at, p.encode(v))
-	if err := p.stream.Sync(); err != nil {
-		return fmt.Errorf("write %s %q: %w", kind, name, err)
-	}
-	return nil
+	return p.upload(p.stream, kind, e, 0, v)
 }
 
-func (p *Params) encode(v []float32) []byte {
-	le := binary.LittleEndian
-	if p.DType == kernels.F64 {
-		b := make([]byte, 8*len(v))
-		for i, x := range v {
-			le.PutUint64(b[8*i:], math.Float64bits(float64(x)))
-		}
-		return b
-	}
-	b := make([]byte, 4*len(v))
-	for i, x := range v {
-		le.PutUint32(b[4*i:], math.Float32bits(x))
-	}
-	return b
-}
-
-// State returns the bytes of an arena: all tensors in table order, without padding, little-endian in DType.
+// State returns the bytes of an arena: all tensors in table order, without padding, little-endian, in DType or as the recipe says.
 func (p *Params) State(kind StateKind) ([]byte, error) {
 	if !p.Has(kind) {
 		return nil, fmt.Errorf("read %s: arena is not allocated (load the model with Train)", kind)
 	}
-	size := int64(p.DType.Size())
-	out := make([]byte, p.stateBytes())
-	at := int64(0)
+	out := make([]byte, p.stateBytes(kind))
+	to := int64(0)
 	for _, e := range p.entries {
-		n := e.Len * size
-		p.stream.Download(out[at:at+n], p.arena[kind].At(e.Offset*size))
-		at += n
+		_, n := p.span(kind, e.Offset, e.Len)
+		p.stream.Download(out[to:to+n], p.at(kind, e.Offset))
+		to += n
 	}
 	if err := p.stream.Sync(); err != nil {
 		return nil, fmt.Errorf("read %s: %w", kind, err)
@@ -229,28 +223,27 @@ func (p *Params) State(kind StateKind) ([]byte, error) {
 	return out, nil
 }
 
-func (p *Params) stateBytes() int64 {
-	n := int64(0)
+func (p *Params) stateBytes(kind StateKind) (total int64) {
 	for _, e := range p.entries {
-		n += e.Len * int64(p.DType.Size())
+		_, n := p.span(kind, e.Offset, e.Len)
+		total += n
 	}
-	return n
+	return total
 }
 
-// SetState restores an arena from the bytes of State of a model with the same configuration and dtype.
+// SetState restores an arena from the bytes of State of a model with the same configuration, dtype and recipe.
 func (p *Params) SetState(kind StateKind, b []byte) error {
 	if !p.Has(kind) {
 		return fmt.Errorf("restore %s: arena is not allocated (load the model with Train)", kind)
 	}
-	if want := p.stateBytes(); int64(len(b)) != want {
+	if want := p.stateBytes(kind); int64(len(b)) != want {
 		return fmt.Errorf("restore %s: %d bytes, this model has %d", kind, len(b), want)
 	}
-	size := int64(p.DType.Size())
-	at := int64(0)
+	from := int64(0)
 	for _, e := range p.entries {
-		n := e.Len * size
-		p.stream.Upload(p.arena[kind].At(e.Offset*size), b[at:at+n])
-		at += n
+		_, n := p.span(kind, e.Offset, e.Len)
+		p.stream.Upload(p.at(kind, e.Offset), b[from:from+n])
+		from += n
 	}
 	if err := p.stream.Sync(); err != nil {
 		return fmt.Errorf("restore %s: %w", kind, err)
@@ -258,19 +251,16 @@ func (p *Params) SetState(kind StateKind, b []byte) error {
 	return nil
 }
 
-// sha256 hashes the tensors of an arena in table order, as State returns them.
-func (p *Params) sha256(kind StateKind) (string, error) {
-	if !p.Has(kind) {
-		return "", fmt.Errorf("read %s: arena is not allocated (load the model with Train)", kind)
-	}
+// sha256 hashes the master weights in table order, in DType: the bytes of State, with split weights joined.
+func (p *Params) sha256() (string, error) {
 	h := sha256.New()
 	size := int64(p.DType.Size())
 	buf := make([]byte, min(loadPiece, p.elems)*size)
 	for _, at := range p.extents(loadPiece) {
 		e, b := p.entries[at.entry], buf[:at.n*size]
-		p.stream.Download(b, p.arena[kind].At((e.Offset+at.at)*size))
-		if err := p.stream.Sync(); err != nil {
-			return "", fmt.Errorf("read %s %q: %w", kind, e.Name, err)
+		p.stream.Download(b, p.at(Weights, e.Offset+at.at))
+		if err := errors.Join(p.stream.Sync(), p.join(e, at.at, b)); err != nil {
+			return "", fmt.Errorf("read weights %q: %w", e.Name, err)
 		}
 		h.Write(b)
 	}

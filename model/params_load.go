@@ -119,10 +119,15 @@ func (p *Params) load(c *Checkpoint, check bool) error {
 	return &Error{Op: "load weights", Err: errors.Join(bad...), Hint: "the checkpoint is damaged or its training diverged; use another one"}
 }
 
-// upload writes elements of a tensor, from element at on.
-func (p *Params) upload(s *kernels.Stream, kind StateKind, e Entry, at int64, v []float32) error {
-	s.UploadReal(p.arena[kind].At((e.Offset+at)*int64(p.DType.Size())), v, p.DType)
-	if err := s.Sync(); err != nil {
+// upload writes elements of a tensor, from element at on, of weights both halves.
+func (p *Params) upload(s *kernels.Stream, kind StateKind, e Entry, at int64, v []float32) (err error) {
+	if kind == Weights && p.split(e) {
+		err = p.uploadSplit(s, e, at, v)
+	} else {
+		s.UploadReal(p.at(kind, e.Offset+at), v, p.DType)
+		err = s.Sync()
+	}
+	if err != nil {
 		return fmt.Errorf("write %s %q: %w", kind, e.Name, err)
 	}
 	return nil

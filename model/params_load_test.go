@@ -72,7 +72,7 @@ func TestLoadInBoundedMemory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p, err := newParams(cfg.Tensors(), dev, kernels.F32, false)
+	p, err := newParams(cfg.Tensors(), dev, kernels.F32, false, Recipe{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -87,7 +87,7 @@ func TestLoadInBoundedMemory(t *testing.T) {
 	if err := c.Close(); err != nil {
 		t.Fatal(err)
 	}
-	allocated("sha256", func() { _, err = p.sha256(Weights) })
+	allocated("sha256", func() { _, err = p.sha256() })
 	if err != nil {
 		t.Fatal(err)
 	}

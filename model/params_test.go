@@ -38,7 +38,7 @@ func TestParamsLayout(t *testing.T) {
 	specs := cfg.Tensors()
 	end := int64(0)
 	for i, e := range m.Params.Entries() {
-		if e.Name != specs[i].Name || e.Offset%16 != 0 || e.Offset < end || e.Len != specs[i].Elems() {
+		if e.Name != specs[i].Name || e.Offset%kernels.StateBlock != 0 || e.Offset < end || e.Len != specs[i].Elems() {
 			t.Errorf("entry %+v", e)
 		}
 		if got := m.Params.Ptr(Grads, e.Name) - m.Params.Base(Grads); got != kernels.Ptr(4*e.Offset) {
@@ -46,7 +46,7 @@ func TestParamsLayout(t *testing.T) {
 		}
 		end = e.Offset + e.Len
 	}
-	if m.Params.Elems() < end || m.Params.Elems()%16 != 0 {
+	if m.Params.Elems() < end || m.Params.Elems()%kernels.StateBlock != 0 {
 		t.Errorf("arena of %d elements for %d", m.Params.Elems(), end)
 	}
 }
