@@ -74,6 +74,9 @@ func (m *Model) SaveAdapter(dir string, o SaveAdapterOptions) error {
 		}
 		c.Targets = append(c.Targets, t)
 	}
+	if _, err := os.Stat(filepath.Join(dir, configFile)); err == nil {
+		return &Error{Op: "save adapter to " + dir, Err: errors.New("it holds a checkpoint"), Hint: "give another directory: a save replaces what is there"}
+	}
 	text, err := json.MarshalIndent(c, "", "  ")
 	if err != nil {
 		return fmt.Errorf("save adapter: %w", err)
@@ -92,12 +95,15 @@ func (m *Model) SaveAdapter(dir string, o SaveAdapterOptions) error {
 	if m.Params.DType == kernels.F32 {
 		meta[baseHashKey] = a.Base.SHA256
 	}
-	return publishDir(dir, func(target string) error {
-		if err := writeFiles(target, files); err != nil {
-			return err
-		}
-		return writeSafetensors(filepath.Join(target, adapterWeightsFile), ts, meta)
-	})
+	weights, err := safetensorsFile(adapterWeightsFile, ts, meta)
+	if err != nil {
+		return fmt.Errorf("save adapter: %w", err)
+	}
+	var outs []output
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		outs = append(outs, content(name, files[name]))
+	}
+	return writeDir(dir, append(outs, weights), nil)
 }
 
 // AdapterInfo is what an adapter directory says of itself.

@@ -41,14 +41,19 @@ type SaveOptions struct {
 	MaxShardBytes int64
 }
 
-// SaveAs writes a Hugging Face directory as o asks for. With Keep, dir must be absent or empty. An absent dir appears complete or not at
-// all; in one that is there, the weights, or their index, come last.
-func (m *Model) SaveAs(dir string, o SaveOptions) error {
+// SaveAs writes a Hugging Face directory as o asks for, with the SHA-256 of every file in SHA256SUMS (VerifySums). With Keep, dir must be
+// absent or empty. At every instant dir is what it was or complete: an existing checkpoint is replaced as a whole, whatever its shards,
+// and files there that are no part of one stay. A save that was killed leaves the hidden folder .NAME.saving beside dir; the next one to
+// the same dir goes on with it. Host memory stays below 32 MiB whatever the size of the model.
+func (m *Model) SaveAs(dir string, o SaveOptions) error { return m.saveAs(dir, o, nil) }
+
+// saveAs is SaveAs with the step function of writeDir.
+func (m *Model) saveAs(dir string, o SaveOptions, step func(string)) error {
 	if o.DType > SaveStored || o.MaxShardBytes < 0 {
 		return fmt.Errorf("save model: dtype option %d, shard limit %d", o.DType, o.MaxShardBytes)
 	}
 	if o.Keep != "" {
-		return m.saveKeeping(dir, o)
+		return m.saveKeeping(dir, o, step)
 	}
 	dtype := "float32"
 	stored := map[string]string{}
@@ -70,7 +75,11 @@ func (m *Model) SaveAs(dir string, o SaveOptions) error {
 		}
 		ts = append(ts, m.Params.source(e, e.Name, t, o.DType == SaveStored))
 	}
-	return writeCheckpoint(dir, files, ts, o.MaxShardBytes)
+	outs, err := checkpointFiles(files, ts, o.MaxShardBytes)
+	if err != nil {
+		return fmt.Errorf("save model: %w", err)
+	}
+	return writeDir(dir, outs, step)
 }
 
 // addFiles adds the tokenizer and template files that the model was loaded with.
@@ -84,7 +93,7 @@ func (m *Model) addFiles(files map[string][]byte) {
 }
 
 // saveKeeping is SaveAs with Keep. Tensors that are not parameters go from the mapped source to the new file.
-func (m *Model) saveKeeping(dir string, o SaveOptions) (err error) {
+func (m *Model) saveKeeping(dir string, o SaveOptions, step func(string)) (err error) {
 	old, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("save model: %w", err)
@@ -115,7 +124,7 @@ func (m *Model) saveKeeping(dir string, o SaveOptions) (err error) {
 				continue // a stale copy of the embedding; loaders tie it again
 			}
 			if !text {
-				ts = append(ts, view(t))
+				ts = append(ts, f.source(t))
 				continue
 			}
 			e, ok := m.Params.Lookup(name)
@@ -129,7 +138,11 @@ func (m *Model) saveKeeping(dir string, o SaveOptions) (err error) {
 			ts = append(ts, m.Params.source(e, t.Name, dtype, true))
 		}
 	}
-	return writeCheckpoint(dir, files, ts, o.MaxShardBytes)
+	outs, err := checkpointFiles(files, ts, o.MaxShardBytes)
+	if err != nil {
+		return fmt.Errorf("save model: %w", err)
+	}
+	return writeDir(dir, outs, step)
 }
 
 // keptFiles returns the files beside the weights: those of o.Keep, and over them the tokenizer and templates the model works with.

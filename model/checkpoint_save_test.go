@@ -207,7 +207,7 @@ func TestSaveKeepsTheCheckpoint(t *testing.T) {
 					names = append(names, e.Name())
 				}
 			}
-			if !slices.Equal(names, []string{"LICENSE", "chat_template.jinja", configFile, indexFile, "preprocessor_config.json"}) {
+			if !slices.Equal(names, []string{"LICENSE", sumsFile, "chat_template.jinja", configFile, indexFile, "preprocessor_config.json"}) {
 				t.Errorf("files %v", names)
 			}
 			for name, want := range map[string]string{configFile: text, "chat_template.jinja": "{{ y }}", "preprocessor_config.json": "{ }"} {

@@ -2,17 +2,14 @@ package model
 
 import (
 	"context"
-	"encoding/binary"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"math"
 	"os"
-	"path/filepath"
 	"strings"
-
-	"harness-s/kernels"
+	"sync"
 )
 
 // shape is what differs between the released dense Qwen3.5 sizes.
@@ -125,7 +122,7 @@ func randomBytes(cfg *Config, dtype string) int64 {
 	return 4 * cfg.NumParams()
 }
 
-// RandomSize returns what WriteRandom needs on disk: tensors, header and config.json.
+// RandomSize returns what WriteRandom needs on disk: tensors, header, config.json and SHA256SUMS.
 func RandomSize(cfg *Config, configJSON []byte, dtype string) (int64, error) {
 	_, ts, err := randomSources(cfg, dtype)
 	if err != nil {
@@ -135,7 +132,11 @@ func RandomSize(cfg *Config, configJSON []byte, dtype string) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
-	return randomBytes(cfg, dtype) + int64(len(head)+len(configJSON)), nil
+	sums := 0
+	for _, name := range []string{configFile, weightsFile} {
+		sums += 2*sha256.Size + len("  \n") + len(name)
+	}
+	return randomBytes(cfg, dtype) + int64(len(head)+len(configJSON)+sums), nil
 }
 
 // randomSources lists the tensors to write, and the same with their published names, float32 first so that each starts at a multiple of
@@ -166,9 +167,9 @@ func randomSources(cfg *Config, dtype string) (specs []TensorSpec, ts []source, 
 }
 
 // WriteRandom writes a checkpoint with the weights of NewRandom, in the storage type asked for, to a directory that is empty or does not
-// exist. Host memory stays at a few MiB: values are drawn and written in runs. config.json comes last, so that a directory without it is
-// incomplete; after an error or the end of ctx nothing stays in it.
-func WriteRandom(ctx context.Context, dir string, cfg *Config, configJSON []byte, o RandomOptions) (err error) {
+// exist, as SaveAs does: complete or not at all. Host memory stays at a few MiB: values are drawn and written in runs. After an error or
+// the end of ctx nothing stays.
+func WriteRandom(ctx context.Context, dir string, cfg *Config, configJSON []byte, o RandomOptions) error {
 	specs, ts, err := randomSources(cfg, o.DType)
 	if err != nil {
 		return err
@@ -176,38 +177,14 @@ func WriteRandom(ctx context.Context, dir string, cfg *Config, configJSON []byte
 	if err := CheckEmptyDir(dir); err != nil {
 		return err
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return fmt.Errorf("write checkpoint: %w", err)
-	}
-	head, err := encodeHeader(ts, map[string]string{"format": "pt"})
-	if err != nil {
-		return fmt.Errorf("write checkpoint: %w", err)
-	}
-	w := randomWriter{ctx: ctx, o: o, total: randomBytes(cfg, o.DType), std: cfg.InitRange}
+	w := &randomWriter{ctx: ctx, o: o, total: randomBytes(cfg, o.DType), std: cfg.InitRange}
 	if w.std == 0 {
 		w.std = 0.02
 	}
-	if err := writeAtomic(filepath.Join(dir, weightsFile), func(f io.Writer) error {
-		if _, err := f.Write(head); err != nil {
-			return err
-		}
-		for i, t := range specs {
-			if err := w.tensor(f, t, ts[i].dtype); err != nil {
-				return err
-			}
-		}
-		return nil
-	}); err != nil {
-		return err
+	for i, t := range specs {
+		ts[i].write = func(f io.Writer) error { return w.tensor(f, t, ts[i].dtype) }
 	}
-	err = writeAtomic(filepath.Join(dir, configFile), func(f io.Writer) error {
-		_, err := f.Write(configJSON)
-		return err
-	})
-	if err != nil {
-		err = errors.Join(err, removeIfThere(filepath.Join(dir, weightsFile)))
-	}
-	return err
+	return writeCheckpoint(dir, map[string][]byte{configFile: configJSON}, ts, 0)
 }
 
 // CheckEmptyDir returns an error unless dir is an empty directory or does not exist.
@@ -233,46 +210,58 @@ type randomWriter struct {
 	o           RandomOptions
 	std         float64
 	done, total int64
-	vals        [randomRun]float32
-	bytes       [4 * randomRun]byte
 }
 
-// tensor draws and writes one tensor in runs.
+// tensor draws and writes one tensor in runs; the next is drawn while one is written.
 func (w *randomWriter) tensor(f io.Writer, t TensorSpec, dtype string) error {
 	next := initial(Entry{Name: t.Name, Shape: t.Shape}, w.o.Seed, w.std)
-	for left := t.Elems(); left > 0; {
-		v := w.vals[:min(left, randomRun)]
-		next(v)
-		if err := w.run(f, v, dtype); err != nil {
-			return err
-		}
-		left -= int64(len(v))
+	n := t.Elems()
+	free, full := make(chan []float32, 2), make(chan []float32, 2)
+	for range cap(free) {
+		free <- make([]float32, min(n, randomRun))
 	}
-	return nil
-}
-
-// run writes values of one tensor.
-func (w *randomWriter) run(f io.Writer, v []float32, dtype string) error {
-	for len(v) > 0 {
-		if err := w.ctx.Err(); err != nil {
-			return err
-		}
-		n := min(len(v), randomRun)
-		b := w.bytes[:n*dtypeBytes(dtype)]
-		if dtype == "BF16" {
-			kernels.ToBF16s(b, v[:n])
-		} else {
-			for i, x := range v[:n] {
-				binary.LittleEndian.PutUint32(b[4*i:], math.Float32bits(x))
+	ctx, stop := context.WithCancel(w.ctx)
+	var drawing sync.WaitGroup
+	defer drawing.Wait()
+	defer stop()
+	drawing.Go(func() {
+		defer close(full)
+		for left := n; left > 0; {
+			select {
+			case <-ctx.Done():
+				return
+			case v := <-free:
+				v = v[:min(left, randomRun)]
+				next(v)
+				left -= int64(len(v))
+				full <- v
 			}
 		}
-		if _, err := f.Write(b); err != nil {
+	})
+	b := make([]byte, min(n, randomRun)*int64(dtypeBytes(dtype)))
+	for v := range full {
+		if err := w.run(f, v, dtype, b[:len(v)*dtypeBytes(dtype)]); err != nil {
 			return err
 		}
-		v, w.done = v[n:], w.done+int64(len(b))
-		if w.o.Progress != nil {
-			w.o.Progress(w.done, w.total)
-		}
+		free <- v[:cap(v)]
+	}
+	return w.ctx.Err()
+}
+
+// run writes values of one tensor, encoded in b.
+func (w *randomWriter) run(f io.Writer, v []float32, dtype string, b []byte) error {
+	if err := w.ctx.Err(); err != nil {
+		return err
+	}
+	if err := EncodeFloat32(b, dtype, v); err != nil {
+		return err
+	}
+	if _, err := f.Write(b); err != nil {
+		return err
+	}
+	w.done += int64(len(b))
+	if w.o.Progress != nil {
+		w.o.Progress(w.done, w.total)
 	}
 	return nil
 }

@@ -39,6 +39,21 @@ func view(t NamedTensor) source {
 	}}
 }
 
+// source is view for a tensor of a mapped file: pieces that were written do not stay in memory.
+func (s *Safetensors) source(t NamedTensor) source {
+	v := view(t)
+	v.write = func(w io.Writer) error {
+		for b := range slices.Chunk(t.Data, 4*savePiece) {
+			if _, err := w.Write(b); err != nil {
+				return err
+			}
+			s.release(b)
+		}
+		return nil
+	}
+	return v
+}
+
 func sources(ts []NamedTensor) []source {
 	out := make([]source, len(ts))
 	for i, t := range ts {
@@ -53,11 +68,17 @@ func WriteSafetensors(path string, ts []NamedTensor, meta map[string]string) err
 }
 
 func writeSafetensors(path string, ts []source, meta map[string]string) error {
-	head, err := encodeHeader(ts, meta)
+	o, err := safetensorsFile(filepath.Base(path), ts, meta)
 	if err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
-	return writeAtomic(path, func(w io.Writer) error {
+	return writeAtomic(path, o.fill)
+}
+
+// safetensorsFile is a weight file to write.
+func safetensorsFile(name string, ts []source, meta map[string]string) (output, error) {
+	head, err := encodeHeader(ts, meta)
+	return output{name, func(w io.Writer) error {
 		if _, err := w.Write(head); err != nil {
 			return err
 		}
@@ -71,7 +92,7 @@ func writeSafetensors(path string, ts []source, meta map[string]string) error {
 			}
 		}
 		return nil
-	})
+	}}, err
 }
 
 // counter counts what passes through to w.
@@ -181,8 +202,8 @@ func syncDir(dir string) error {
 	return err
 }
 
-// WriteCheckpoint writes config.json and model.safetensors to dir. A new dir appears complete or not at all; in an existing dir each
-// file is replaced atomically, the weights last.
+// WriteCheckpoint writes config.json, model.safetensors and SHA256SUMS to dir, which appears complete or not at all; an existing
+// checkpoint there is replaced as a whole.
 func WriteCheckpoint(dir string, cfgJSON []byte, tensors []NamedTensor) error {
 	return writeCheckpoint(dir, map[string][]byte{configFile: cfgJSON}, sources(tensors), 0)
 }
@@ -197,111 +218,59 @@ func WriteCheckpointSharded(dir string, cfgJSON []byte, tensors []NamedTensor, m
 }
 
 func writeCheckpoint(dir string, files map[string][]byte, ts []source, maxShard int64) error {
-	return publishDir(dir, func(target string) error {
-		if err := writeFiles(target, files); err != nil {
-			return err
-		}
-		return writeShards(target, ts, maxShard)
-	})
-}
-
-// publishDir lets fill write a directory. One that does not exist is filled under another name and renamed, so that it appears complete or not
-// at all; one that does is filled in place.
-func publishDir(dir string, fill func(target string) error) (err error) {
-	dir = filepath.Clean(dir)
-	target := dir
-	if _, serr := os.Stat(dir); os.IsNotExist(serr) {
-		if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
-			return fmt.Errorf("write checkpoint: %w", err)
-		}
-		if target, err = os.MkdirTemp(filepath.Dir(dir), "."+filepath.Base(dir)+".*.tmp"); err != nil {
-			return fmt.Errorf("write checkpoint: %w", err)
-		}
-		defer func() {
-			if err != nil {
-				os.RemoveAll(target)
-			}
-		}()
-		if err := os.Chmod(target, 0o755); err != nil {
-			return fmt.Errorf("write checkpoint: %w", err)
-		}
-	}
-	if err := fill(target); err != nil {
-		return err
-	}
-	if target == dir {
-		return nil
-	}
-	if err := os.Rename(target, dir); err != nil {
+	outs, err := checkpointFiles(files, ts, maxShard)
+	if err != nil {
 		return fmt.Errorf("write checkpoint: %w", err)
 	}
-	if err := syncDir(filepath.Dir(dir)); err != nil {
-		return fmt.Errorf("write checkpoint: %w", err)
-	}
-	return nil
+	return writeDir(dir, outs, nil)
 }
 
-// writeFiles writes files into an existing directory, in the order of their names.
-func writeFiles(dir string, files map[string][]byte) error {
+// checkpointFiles lists the files of a checkpoint: small ones by name, then the weights.
+func checkpointFiles(files map[string][]byte, ts []source, maxShard int64) ([]output, error) {
+	var outs []output
 	for _, name := range slices.Sorted(maps.Keys(files)) {
-		if err := writeAtomic(filepath.Join(dir, name), func(w io.Writer) error {
-			_, err := w.Write(files[name])
-			return err
-		}); err != nil {
-			return err
-		}
+		outs = append(outs, content(name, files[name]))
 	}
-	return nil
+	weights, err := shardFiles(ts, maxShard)
+	return append(outs, weights...), err
 }
 
-// writeShards writes the weight files: one, without an index, when all fits into maxShard or that is 0. The form that is not written is
-// removed last, so that a reader of an existing directory never finds two sets of weights.
-func writeShards(dir string, ts []source, maxShard int64) error {
+// shardFiles lists the weight files: one, without an index, when all fits into maxShard or that is 0.
+func shardFiles(ts []source, maxShard int64) (outs []output, err error) {
 	meta := map[string]string{"format": "pt"}
-	var bytes int64
+	var total int64
 	for _, t := range ts {
-		bytes += t.bytes
+		total += t.bytes
 	}
-	if maxShard == 0 || bytes <= maxShard {
-		if err := writeSafetensors(filepath.Join(dir, weightsFile), aligned(ts), meta); err != nil {
-			return err
-		}
-		return removeIfThere(filepath.Join(dir, indexFile))
+	if maxShard == 0 || total <= maxShard {
+		o, err := safetensorsFile(weightsFile, aligned(ts), meta)
+		return []output{o}, err
 	}
 	var shards [][]source
-	var size, total int64
+	var size int64
 	for _, t := range ts {
 		if len(shards) == 0 || size > 0 && size+t.bytes > maxShard {
 			shards, size = append(shards, nil), 0
 		}
 		shards[len(shards)-1] = append(shards[len(shards)-1], t)
 		size += t.bytes
-		total += t.bytes
 	}
 	index := struct {
 		Metadata  map[string]int64  `json:"metadata"`
 		WeightMap map[string]string `json:"weight_map"`
 	}{map[string]int64{"total_size": total}, map[string]string{}}
 	for i, shard := range shards {
-		name := fmt.Sprintf("model-%05d-of-%05d.safetensors", i+1, len(shards))
-		if err := writeSafetensors(filepath.Join(dir, name), aligned(shard), meta); err != nil {
-			return err
+		o, err := safetensorsFile(fmt.Sprintf("model-%05d-of-%05d.safetensors", i+1, len(shards)), aligned(shard), meta)
+		if err != nil {
+			return nil, err
 		}
+		outs = append(outs, o)
 		for _, t := range shard {
-			index.WeightMap[t.name] = name
+			index.WeightMap[t.name] = o.name
 		}
 	}
 	b, err := json.MarshalIndent(index, "", "  ")
-	if err != nil {
-		return fmt.Errorf("write %s: %w", indexFile, err)
-	}
-	if err := writeAtomic(filepath.Join(dir, indexFile), func(w io.Writer) error {
-		_, err := w.Write(append(b, '\n'))
-		return err
-	}); err != nil {
-		return err
-	}
-	return removeIfThere(filepath.Join(dir, weightsFile))
+	return append(outs, content(indexFile, append(b, '\n'))), err
 }
 
 // aligned orders tensors by falling element size, else as they come, so that each starts at a multiple of its element size, as the
@@ -310,13 +279,6 @@ func aligned(ts []source) []source {
 	ts = slices.Clone(ts)
 	slices.SortStableFunc(ts, func(a, b source) int { return dtypeBytes(b.dtype) - dtypeBytes(a.dtype) })
 	return ts
-}
-
-func removeIfThere(path string) error {
-	if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
-		return fmt.Errorf("remove %s: %w", path, err)
-	}
-	return nil
 }
 
 // EncodeFloat32 is the inverse of DecodeFloat32: BF16 and F16 are rounded to nearest even.

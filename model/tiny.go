@@ -9,8 +9,10 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -22,10 +24,8 @@ import (
 //go:embed tiny
 var tinyFiles embed.FS
 
-const (
-	tinySuffix = ".zst"
-	tinySums   = "SHA256SUMS"
-)
+// tinySuffix ends the names of the embedded files; sumsFile lists the sums of their contents under the names without it.
+const tinySuffix = ".zst"
 
 // TinyConfig returns the configuration of the embedded checkpoint: about 1.9 million parameters, two key heads and four value heads,
 // three linear layers to one full layer.
@@ -52,7 +52,7 @@ func openTiny() (memFS, error) {
 }
 
 func unpackTiny(packed fs.FS) (memFS, error) {
-	sums, err := fs.ReadFile(packed, tinySums)
+	sums, err := fs.ReadFile(packed, sumsFile)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, &Error{Op: "open tiny checkpoint", Err: ErrNoTiny, Hint: "run: make tiny, then build again; or give the directory of a checkpoint"}
 	}
@@ -68,7 +68,7 @@ func unpackTiny(packed fs.FS) (memFS, error) {
 	for line := range strings.Lines(string(sums)) {
 		sum, name, ok := strings.Cut(strings.TrimSpace(line), "  ")
 		if !ok {
-			return nil, fmt.Errorf("open tiny checkpoint: %s: line %q", tinySums, line)
+			return nil, fmt.Errorf("open tiny checkpoint: %s: line %q", sumsFile, line)
 		}
 		z, err := fs.ReadFile(packed, name+tinySuffix)
 		if err != nil {
@@ -79,31 +79,24 @@ func unpackTiny(packed fs.FS) (memFS, error) {
 			return nil, fmt.Errorf("decompress %s: %w", name, err)
 		}
 		if got := digest(b); got != sum {
-			return nil, fmt.Errorf("open tiny checkpoint: %s has SHA-256 %s, %s says %s", name, got, tinySums, sum)
+			return nil, fmt.Errorf("open tiny checkpoint: %s has SHA-256 %s, %s says %s", name, got, sumsFile, sum)
 		}
 		out[name] = b
 	}
 	return out, nil
 }
 
-// UnpackTiny writes the files of the embedded checkpoint to dir, creating it: a plain Hugging Face directory for other programs.
+// UnpackTiny writes the files of the embedded checkpoint to dir, as SaveAs does: a plain Hugging Face directory for other programs.
 func UnpackTiny(dir string) error {
 	files, err := openTiny()
 	if err != nil {
 		return err
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return fmt.Errorf("unpack tiny checkpoint: %w", err)
+	var outs []output
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		outs = append(outs, content(name, files[name]))
 	}
-	for name, b := range files {
-		if err := writeAtomic(filepath.Join(dir, name), func(w io.Writer) error {
-			_, err := w.Write(b)
-			return err
-		}); err != nil {
-			return fmt.Errorf("unpack tiny checkpoint: %w", err)
-		}
-	}
-	return nil
+	return writeDir(dir, outs, nil)
 }
 
 func digest(b []byte) string {
@@ -111,7 +104,7 @@ func digest(b []byte) string {
 	return hex.EncodeToString(s[:])
 }
 
-// WriteTiny compresses the regular files of a checkpoint directory into dstDir as TinyFS reads them, and removes compressed files of an
+// WriteTiny compresses the regular files, but for SHA256SUMS, of a checkpoint directory into dstDir as TinyFS reads them, and removes compressed files of an
 // earlier one. Matrices are stored in bfloat16, as in published checkpoints; vectors stay float32.
 func WriteTiny(srcDir, dstDir string) error {
 	entries, err := os.ReadDir(srcDir)
@@ -136,7 +129,7 @@ func WriteTiny(srcDir, dstDir string) error {
 		})
 	}
 	for _, e := range entries {
-		if !e.Type().IsRegular() || strings.HasPrefix(e.Name(), ".") {
+		if !e.Type().IsRegular() || strings.HasPrefix(e.Name(), ".") || e.Name() == sumsFile {
 			continue
 		}
 		b, err := os.ReadFile(filepath.Join(srcDir, e.Name()))
@@ -167,7 +160,7 @@ func WriteTiny(srcDir, dstDir string) error {
 			}
 		}
 	}
-	return put(tinySums, []byte(sums.String()))
+	return put(sumsFile, []byte(sums.String()))
 }
 
 // halveMatrices rewrites a safetensors file with every float32 tensor of two or more dimensions rounded to bfloat16.

@@ -35,12 +35,12 @@ func TestTinyRoundTrip(t *testing.T) {
 	if _, err := fs.ReadFile(fsys, ".hidden"); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("hidden file: %v", err)
 	}
-	sums, err := os.ReadFile(filepath.Join(dst, tinySums))
+	sums, err := os.ReadFile(filepath.Join(dst, sumsFile))
 	if err != nil {
 		t.Fatal(err)
 	}
 	sums[0] ^= 1
-	if err := os.WriteFile(filepath.Join(dst, tinySums), sums, 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(dst, sumsFile), sums, 0o644); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := unpackTiny(os.DirFS(dst)); err == nil || !strings.Contains(err.Error(), "SHA-256") {

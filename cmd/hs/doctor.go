@@ -26,7 +26,7 @@ import (
 type doctorCmd struct {
 	configFlags
 	Parity string `type:"path" help:"Run the parity fixture in DIR and check its bounds; nothing else is checked." placeholder:"DIR"`
-	Deep   bool   `help:"Also check the matrix-product rate, the planner against TapeMachine and the sampler against the trainer."`
+	Deep   bool   `help:"Also check the matrix-product rate, the planner against TapeMachine, the SHA-256 of every file of the checkpoint and the sampler against the trainer."`
 	Gold   int    `help:"Replay this many gold solutions of the environment." placeholder:"N"`
 	Ckpt   string `type:"path" aliases:"model" help:"Checkpoint to check instead of model.path, also as --model." placeholder:"DIR"`
 	GPUGib string `name:"gpu-gib" help:"Plan the memory on a GPU with N GiB for the configuration; config.json of the checkpoint is enough, and nothing else is checked." placeholder:"N"`
@@ -90,6 +90,9 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 			return status, fact, hint
 		})
 		add("D08", "checkpoint", func() (string, string, string) { return checkModel(cfg, dev) })
+		if c.Deep {
+			add("D15", "checksums", func() (string, string, string) { return checkSums(cfg.Model.Path) })
+		}
 		if c.Deep {
 			add("D09", "sampler", func() (string, string, string) { return checkGap(ctx, cfg, dev) })
 		}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -68,6 +69,21 @@ func checkTape(dev *kernels.Device) (string, string, string) {
 		return "FAIL", fact + fmt.Sprintf(", bound %.0e", tapeBound), hint
 	}
 	return "OK", fact, ""
+}
+
+// checkSums hashes every file of a checkpoint directory; those of the shipped checkpoint are checked at every start.
+func checkSums(dir string) (string, string, string) {
+	if dir == "" {
+		return "OK", "the shipped checkpoint is checked at every start", ""
+	}
+	n, bytes, err := model.VerifySums(dir)
+	switch {
+	case errors.Is(err, model.ErrNoSums):
+		return "SKIP", err.Error() + "; published checkpoints have none: nothing to compare with", ""
+	case err != nil:
+		return "FAIL", err.Error(), advice(err)
+	}
+	return "OK", fmt.Sprintf("%d files, %s, are what was written", n, gib(bytes)), ""
 }
 
 // checkGap samples from ten random prompts and recomputes the log-probs with the trainer's forward pass.

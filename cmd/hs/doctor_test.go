@@ -83,7 +83,7 @@ func TestDoctorChecks(t *testing.T) {
 		return found
 	}
 	ok := checks(exitOK, "--deep", "--gold", "2")
-	for _, id := range []string{"D01", "D04", "D05", "D06", "D07", "D08", "D09", "D10", "D12", "D13", "D14"} {
+	for _, id := range []string{"D01", "D04", "D05", "D06", "D07", "D08", "D09", "D10", "D12", "D13", "D14", "D15"} {
 		if ok[id].Status != "OK" {
 			t.Errorf("%s: %+v", id, ok[id])
 		}
