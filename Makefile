@@ -7,7 +7,7 @@ COMMIT  := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 LDFLAGS := -X main.commit=$(COMMIT)
 # Packages without cgo or heavy native work: the race detector runs on these.
 PURE    := ./model/chat/... ./env/... ./router/... ./trainer/...
-FUZZ    := ./model:FuzzSafetensors ./model:FuzzScan ./model/chat:FuzzParser ./env/dbbench:FuzzAnswer ./env/dbbench:FuzzTranslate \
+FUZZ    := ./model:FuzzSafetensors ./model:FuzzCheckpoint ./model:FuzzConfig ./model:FuzzTokenizer ./model:FuzzScan ./model/chat:FuzzParser ./env/dbbench:FuzzAnswer ./env/dbbench:FuzzTranslate \
            ./env/dbbench/embedded:FuzzScan
 
 .DEFAULT_GOAL := build

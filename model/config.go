@@ -1,10 +1,12 @@
 package model
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
+	"reflect"
 	"strings"
 )
 
@@ -122,14 +124,14 @@ func (p problems) err() error {
 func ParseConfig(b []byte) (*Config, error) {
 	var top, txt configJSON
 	if err := json.Unmarshal(b, &top); err != nil {
-		return nil, fmt.Errorf("parse config.json: %w", err)
+		return nil, fmt.Errorf("parse config.json: %w", typeError("", err))
 	}
 	txt = top
 	prefix := ""
 	if len(top.TextConfig) > 0 && string(top.TextConfig) != "null" {
 		txt, prefix = configJSON{}, "text_config."
 		if err := json.Unmarshal(top.TextConfig, &txt); err != nil {
-			return nil, fmt.Errorf("parse config.json text_config: %w", err)
+			return nil, fmt.Errorf("parse config.json: %w", typeError(prefix, err))
 		}
 		if txt.Tie == nil {
 			txt.Tie = top.Tie
@@ -150,6 +152,31 @@ func ParseConfig(b []byte) (*Config, error) {
 		return nil, fmt.Errorf("read config.json: %w", err)
 	}
 	return c, nil
+}
+
+// typeError says which key of config.json has a value of the wrong type.
+func typeError(prefix string, err error) error {
+	var e *json.UnmarshalTypeError
+	if !errors.As(err, &e) {
+		return err
+	}
+	want := e.Type.String()
+	switch e.Type.Kind() {
+	case reflect.Int, reflect.Int32:
+		want = "a whole number"
+	case reflect.Float64:
+		want = "a number"
+	case reflect.Bool:
+		want = "true or false"
+	case reflect.Slice:
+		want = "a list"
+	case reflect.Struct:
+		want = "an object"
+	}
+	if e.Field == "" {
+		return fmt.Errorf("%s is a %s, want %s", cmp.Or(strings.TrimSuffix(prefix, "."), "the file"), e.Value, want)
+	}
+	return fmt.Errorf("%s%s is a %s, want %s", prefix, e.Field, e.Value, want)
 }
 
 func (c *Config) readSizes(j *configJSON, prefix string, p *problems) {

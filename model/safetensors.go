@@ -11,6 +11,7 @@ import (
 	"math/bits"
 	"os"
 	"slices"
+	"unicode/utf8"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -58,15 +59,18 @@ func dtypeBytes(dtype string) int {
 
 // ReadSafetensors maps a file into memory and parses its header. Tensor data are views of the mapping, valid until Close.
 func ReadSafetensors(path string) (*Safetensors, error) {
+	st, err := os.Stat(path) // before the open, which waits when the path is a pipe
+	if err != nil {
+		return nil, fmt.Errorf("open safetensors: %w", err)
+	}
+	if !st.Mode().IsRegular() {
+		return nil, fmt.Errorf("open safetensors: %s is not a file (%s)", path, st.Mode())
+	}
 	f, err := os.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("open safetensors: %w", err)
 	}
 	defer f.Close()
-	st, err := f.Stat()
-	if err != nil {
-		return nil, fmt.Errorf("stat safetensors: %w", err)
-	}
 	if st.Size() < 8 {
 		return nil, truncated(path, fmt.Errorf("%w: %d bytes, a header needs at least 8", ErrTruncated, st.Size()))
 	}
@@ -195,6 +199,9 @@ func cmpInt64(a, b int64) int {
 
 // parseHeader reads the JSON object, keeping order and refusing duplicate names, which encoding/json alone would hide.
 func (s *Safetensors) parseHeader(h []byte) ([]headerEntry, error) {
+	if !utf8.Valid(h) {
+		return nil, errors.New("not UTF-8 text")
+	}
 	d := json.NewDecoder(bytes.NewReader(h))
 	if t, err := d.Token(); err != nil || t != json.Delim('{') {
 		return nil, fmt.Errorf("not a JSON object (%v, %v)", t, err)

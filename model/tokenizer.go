@@ -148,7 +148,7 @@ func parseTokenizer(b, config []byte) (*Tokenizer, error) {
 			return nil, err
 		}
 		for _, a := range more {
-			if !slices.ContainsFunc(j.Added, func(o addedJSON) bool { return *o.ID == *a.ID }) {
+			if !slices.ContainsFunc(j.Added, func(o addedJSON) bool { return o.ID != nil && *o.ID == *a.ID }) {
 				j.Added = append(j.Added, a)
 			}
 		}
