@@ -125,7 +125,7 @@ func ReadAdapterInfo(dir string) (AdapterInfo, error) {
 	path := filepath.Join(dir, adapterConfigFile)
 	b, err := os.ReadFile(path)
 	if err != nil {
-		return AdapterInfo{}, &Error{Op: "read adapter", Err: err, Hint: "give a directory that PEFT or hs wrote: adapter_config.json, adapter_model.safetensors"}
+		return AdapterInfo{}, &Error{Op: "read adapter", Err: err, Hint: "give a directory that PEFT wrote, or a LoRA run: adapter_config.json, adapter_model.safetensors"}
 	}
 	info, bad := parseAdapterConfig(b)
 	if len(bad) > 0 {
@@ -195,7 +195,7 @@ func parseAdapterConfig(b []byte) (info AdapterInfo, bad problems) {
 		switch why, known := refused[key]; {
 		case slices.Contains(harmless, key), isEmpty(raw):
 		case known:
-			bad.addf("%s is %s: %s, which hs does not compute", key, brief(raw), why)
+			bad.addf("%s is %s: %s, which is not computed here", key, brief(raw), why)
 		default:
 			bad.addf("%s is %s: an unknown key", key, brief(raw))
 		}

@@ -39,7 +39,7 @@ func trainedAdapter(t *testing.T, dev *kernels.Device) *Model {
 }
 
 // TestPEFT: logits of the merged weights are PEFT's beside the frozen ones, for adapters that PEFT made and for one that hs made and PEFT
-// loaded. Logits are up to 10 in magnitude and both sides compute in float32: 1e-4 is what the fixtures without adapters stay far below too.
+// loaded. Logits are up to 8 in magnitude and both sides compute in float32: differences are 1e-5 to 4e-5, 2e-5 without an adapter.
 func TestPEFT(t *testing.T) {
 	dev := execDevice(t, 0)
 	if *updateLoRA {

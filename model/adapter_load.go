@@ -12,7 +12,7 @@ import (
 )
 
 // LoadAdapter puts the adapter of a PEFT directory beside the model's weights. Which modules it adapts is what the file has tensors for. An
-// adapter that hs wrote names its base by hash, and another base is refused; with o.Train it can be trained on. Every problem of the
+// adapter that SaveAdapter wrote names its base by hash, and another base is refused; with o.Train it can be trained on. Every problem of the
 // directory is in the error, before anything is allocated.
 func (m *Model) LoadAdapter(dir string, o AdaptOptions) (err error) {
 	info, err := ReadAdapterInfo(dir)
@@ -140,9 +140,9 @@ func adapterName(stored string) (string, bool) {
 func strange(name string) string {
 	switch {
 	case strings.Contains(name, "lora_embedding_"):
-		return "an adapter of an embedding, which hs does not compute"
+		return "an adapter of an embedding, which is not computed here"
 	case strings.Contains(name, "lora_magnitude_vector"):
-		return "a magnitude of DoRA, which hs does not compute"
+		return "a magnitude of DoRA, which is not computed here"
 	case strings.HasSuffix(name, ".bias"):
 		return "a bias, which no layer of this model has"
 	}
