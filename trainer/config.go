@@ -157,6 +157,8 @@ type OptimConfig struct {
 	WeightDecay float64    `toml:"weight_decay" min:"0" max:"10" doc:"decoupled weight decay"`
 	Eps         float64    `toml:"eps" min:">0" max:"1" doc:"added to the root of the second moment"`
 	Clip        float64    `toml:"clip" min:"0" doc:"global L2 norm gradients are scaled down to, 0 = off"`
+	States      string     `toml:"states" enum:"fp32|bf16|8bit" doc:"storage of the two moments: 4, 2 or 1 bytes each per parameter; the narrow ones are rounded stochastically"`
+	Master      string     `toml:"master" enum:"fp32|hilo" doc:"storage of the weights: float32, or hilo = bfloat16, which is all that sampling and training compute with, and the 16 bits missing to float32"`
 }
 
 // SaveConfig is the checkpoint schedule.
@@ -221,7 +223,7 @@ func Defaults() Config {
 			MaskSeqCap: 3, MaskGeo: [2]float64{0.99, 1.01},
 			GapWarn: 0.02, GapStop: 0.05, GapCorr: 0.98, GapTrend: 2, GapWindow: 20, GapFloor: 1e-4,
 		},
-		Optim: OptimConfig{LR: 1e-6, Schedule: "constant", Betas: [2]float64{0.9, 0.98}, WeightDecay: 0.1, Eps: 1e-8, Clip: 1},
+		Optim: OptimConfig{LR: 1e-6, Schedule: "constant", Betas: [2]float64{0.9, 0.98}, WeightDecay: 0.1, Eps: 1e-8, Clip: 1, States: "fp32", Master: "fp32"},
 		Save:  SaveConfig{Every: 5, Keep: 2},
 		Eval:  EvalConfig{Every: 20, Split: "val", K: 3, Tasks: 100, Attempts: 3, Temperature: 1, Resamples: 10000},
 		SFT: SFTConfig{

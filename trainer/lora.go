@@ -30,9 +30,9 @@ func (c LoRAConfig) Caution(lr float64) string {
 }
 
 // LoadPolicy loads what a run trains. from is the model folder of the checkpoint to go on from, "" for a fresh start. load reads a
-// checkpoint directory, "" = the shipped one, with gradients or without. A LoRA run reads the weights of model.path each time; its
-// checkpoints hold the adapter, which names those weights by hash.
-func LoadPolicy(cfg Config, from string, load func(dir string, train bool) (*model.Model, error)) (*model.Model, error) {
+// checkpoint directory, "" = the shipped one. A LoRA run reads the weights of model.path each time; its checkpoints hold the adapter, which
+// names those weights by hash.
+func LoadPolicy(cfg Config, from string, load func(dir string, o model.LoadOptions) (*model.Model, error)) (*model.Model, error) {
 	l, on := cfg.LoRA.Adapter()
 	if path := cfg.Model.Path; path != "" && model.IsAdapter(path) {
 		return nil, &Error{Op: "load policy", Err: fmt.Errorf("model.path = %q is a LoRA adapter, training starts from a whole checkpoint", path),
@@ -46,16 +46,16 @@ func LoadPolicy(cfg Config, from string, load func(dir string, train bool) (*mod
 		if from == "" {
 			from = cfg.Model.Path
 		}
-		return load(from, true)
+		return load(from, model.LoadOptions{Train: true, Optim: cfg.Recipe()})
 	}
-	m, err := load(cfg.Model.Path, false)
+	m, err := load(cfg.Model.Path, model.LoadOptions{})
 	if err != nil {
 		if from != "" {
 			err = &Error{Op: "resume LoRA run", Err: fmt.Errorf("its frozen weights: %w", err), Hint: "put that checkpoint back, or name its new place with --set model.path=DIR"}
 		}
 		return nil, err
 	}
-	o := model.AdaptOptions{Train: true, Seed: cfg.Run.Seed, Path: cfg.Model.Path}
+	o := model.AdaptOptions{Train: true, Optim: cfg.Recipe(), Seed: cfg.Run.Seed, Path: cfg.Model.Path}
 	if from == "" {
 		err = m.Adapt(l, o)
 	} else if err = m.LoadAdapter(from, o); err == nil {

@@ -15,9 +15,7 @@ func TestLoRAStep(t *testing.T) {
 	if err := m.Save(base); err != nil {
 		t.Fatal(err)
 	}
-	load := func(dir string, train bool) (*model.Model, error) {
-		return model.Load(dir, m.Dev, model.LoadOptions{Train: train})
-	}
+	load := func(dir string, o model.LoadOptions) (*model.Model, error) { return model.Load(dir, m.Dev, o) }
 	cfg := testConfig()
 	cfg.Model.Path, cfg.Optim.LR = base, 1e-2
 	cfg.LoRA = LoRAConfig{Rank: 4, Targets: []string{model.AllLinear}}
@@ -60,12 +58,12 @@ func TestLoRAStep(t *testing.T) {
 	if err := policy.Export(out); err != nil {
 		t.Fatal(err)
 	}
-	whole, err := load(out, false)
+	whole, err := load(out, model.LoadOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer whole.Close()
-	beside, err := load(base, false)
+	beside, err := load(base, model.LoadOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,6 +16,11 @@ import (
 // realModel is a small random model on the CPU.
 func realModel(t *testing.T, threads int) *model.Model {
 	t.Helper()
+	return realModelWith(t, threads, model.Recipe{})
+}
+
+func realModelWith(t *testing.T, threads int, r model.Recipe) *model.Model {
+	t.Helper()
 	dev, err := kernels.Open("cpu", kernels.Options{Threads: threads})
 	if err != nil {
 		t.Fatal(err)
@@ -23,7 +28,7 @@ func realModel(t *testing.T, threads int) *model.Model {
 	c := model.TinyConfig()
 	c.VocabSize, c.Hidden, c.Intermediate, c.NumLayers = 160, 64, 96, 4
 	c.LayerTypes = c.LayerTypes[:4]
-	m, err := model.NewRandom(c, dev, 3, model.LoadOptions{DType: kernels.F32, Train: true})
+	m, err := model.NewRandom(c, dev, 3, model.LoadOptions{DType: kernels.F32, Train: true, Optim: r})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,6 +1,7 @@
 package trainer
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -46,6 +47,8 @@ type runState struct {
 	Version  uint64          `json:"policy_version"`
 	OptStep  int64           `json:"opt_step"`
 	Weights  string          `json:"weights_sha256"`
+	States   string          `json:"optim_states"` // "" in checkpoints of a program without the key = fp32
+	Master   string          `json:"optim_master"` // likewise
 	Pool     string          `json:"pool_digest"`
 	Data     string          `json:"data_digest"`
 	Evidence json.RawMessage `json:"evidence"`
@@ -68,7 +71,8 @@ func newRun(ctx context.Context, cfg Config, d *Deps, o RunOptions) (*run, error
 	t := &run{
 		cfg: cfg, d: d, o: o, start: time.Now(), progress: serial(o.Progress), router: newRouter(cfg, d.Pool),
 		evidence: router.NewEvidence(d.Pool.Digest(), d.Pool.Original().ID(), cfg.Router.TrainOutcomes),
-		st:       runState{Schema: stateSchema, Seed: cfg.Run.Seed, Pool: d.Pool.Digest(), Data: d.Env.Info().DataDigest},
+		st: runState{Schema: stateSchema, Seed: cfg.Run.Seed, States: cfg.Optim.States, Master: cfg.Optim.Master,
+			Pool: d.Pool.Digest(), Data: d.Env.Info().DataDigest},
 	}
 	t.updater = &updater{cfg: cfg, d: d, gate: &t.st.Gate}
 	var err error
@@ -176,7 +180,8 @@ func (t *run) publish(ctx context.Context, step int) error {
 	return t.persist(ctx, func() error { return t.o.Dir.WriteJSON(fmt.Sprintf("evidence/v%03d.json", v.Version()), v) })
 }
 
-// CheckResume reports whether d, with the weights of l, can go on from l: pool, task data, seed and weights must be those it was made with.
+// CheckResume reports whether d, with the weights of l, can go on from l: pool, task data, seed, storage of the optimiser and weights must be
+// those it was made with.
 // It changes nothing, and is asked before later records of the run are dropped.
 func CheckResume(cfg Config, d *Deps, l *Loaded) error {
 	_, err := resumable(cfg, d, l)
@@ -199,6 +204,8 @@ func resumable(cfg Config, d *Deps, l *Loaded) (st runState, err error) {
 	}
 	differs("pool", d.Pool.Digest(), st.Pool)
 	differs("task data", d.Env.Info().DataDigest, st.Data)
+	differs("optim.states", cfg.Optim.States, cmp.Or(st.States, "fp32"))
+	differs("optim.master", cfg.Optim.Master, cmp.Or(st.Master, "fp32"))
 	differs("seed", fmt.Sprint(cfg.Run.Seed), fmt.Sprint(st.Seed))
 	differs("model", sum, st.Weights)
 	if st.Schema != stateSchema {
@@ -221,12 +228,12 @@ func (t *run) restore(step int) error {
 	if err != nil {
 		return err
 	}
-	for name, kind := range map[string]model.StateKind{"m": model.MomentM, "v": model.MomentV} {
-		b, err := l.Arena(name)
+	for _, a := range t.cfg.Optim.arenas() {
+		b, err := l.Arena(a.name)
 		if err != nil {
 			return err
 		}
-		if err := t.d.Policy.SetState(kind, b); err != nil {
+		if err := t.d.Policy.SetState(a.kind, b); err != nil {
 			return fmt.Errorf("restore moments: %w", err)
 		}
 	}
@@ -263,11 +270,8 @@ func (t *run) writeInputs() error {
 	if err != nil {
 		return err
 	}
-	return t.o.Dir.Preflight(checkpointBytes(len(w)), t.cfg.Save)
+	return t.o.Dir.Preflight(t.cfg.Optim.checkpointBytes(len(w)), t.cfg.Save)
 }
-
-// checkpointBytes is about what a checkpoint takes: weights and two moments.
-func checkpointBytes(weights int) int64 { return 3 * int64(weights) }
 
 // store writes the attempts and router decisions of a step.
 func (t *run) store(ctx context.Context, groups []*Group, view *router.View) error {

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"harness-s/env"
-	"harness-s/model"
 	"harness-s/router"
 )
 
@@ -320,17 +319,14 @@ func (t *run) save(ctx context.Context, last bool) error {
 
 func (t *run) snapshot() (Snapshot, error) {
 	s := Snapshot{Step: t.st.Step, Model: t.d.Policy.Save}
-	for _, a := range []struct {
-		name string
-		kind model.StateKind
-	}{{"m", model.MomentM}, {"v", model.MomentV}} {
+	for _, a := range t.cfg.Optim.arenas() {
 		b, err := t.d.Policy.State(a.kind)
 		if err != nil {
 			return s, fmt.Errorf("read moments: %w", err)
 		}
 		s.Optim = append(s.Optim, Arena{Name: a.name, Data: b})
-		s.Bytes = checkpointBytes(len(b))
 	}
+	s.Bytes = t.cfg.Optim.checkpointBytes(len(s.Optim[0].Data) * 4 / t.cfg.Optim.momentSize())
 	ev, err := t.evidence.MarshalJSON()
 	if err != nil {
 		return s, fmt.Errorf("encode evidence: %w", err)

@@ -223,10 +223,13 @@ func TestResumeRefusesAnotherRun(t *testing.T) {
 	}
 	x := newWorld(t, mixedRates, byRate)
 	x.cfg.Run.Seed = 9
+	x.cfg.Optim.States, x.cfg.Optim.Master = "8bit", "hilo"
 	x.deps.Pool = testPool(t, 9)
 	_, err := startRun(t, x, RunOptions{Dir: d, Resume: 2})
-	if err == nil || !strings.Contains(err.Error(), "pool is") || !strings.Contains(err.Error(), "seed is") || !strings.Contains(err.Error(), "model is") {
-		t.Errorf("error %v", err)
+	for _, want := range []string{"pool is", "seed is", "model is", "optim.states is 8bit, the checkpoint was made with fp32", "optim.master is hilo, the checkpoint was made with fp32"} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("no %q in %v", want, err)
+		}
 	}
 }
 

@@ -66,7 +66,9 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 		}
 		rec = &sealFile{path: c.Out + ".unsealed.jsonl"}
 	}
-	load := func(s *session) (*model.Model, error) { return loadAdapted(cfg.Model.Path, c.Adapter, s.dev) }
+	load := func(s *session) (*model.Model, error) {
+		return loadAdapted(cfg.Model.Path, c.Adapter, s.dev, cfg.Recipe())
+	}
 	s, err := g.open(cfg, false, g.logger(), load)
 	if err != nil {
 		return err

@@ -64,7 +64,7 @@ func (g *globals) openModel(dir string, train bool) (*kernels.Device, *model.Mod
 
 // openAdapted loads a checkpoint with an adapter, "" = none, for commands that run the merged weights.
 func (g *globals) openAdapted(dir, adapter string) (*kernels.Device, *model.Model, error) {
-	return g.openWith(func(dev *kernels.Device) (*model.Model, error) { return loadAdapted(dir, adapter, dev) })
+	return g.openWith(func(dev *kernels.Device) (*model.Model, error) { return loadAdapted(dir, adapter, dev, model.Recipe{}) })
 }
 
 func (g *globals) openWith(load func(*kernels.Device) (*model.Model, error)) (*kernels.Device, *model.Model, error) {
@@ -79,14 +79,18 @@ func (g *globals) openWith(load func(*kernels.Device) (*model.Model, error)) (*k
 	return dev, m, nil
 }
 
-// loadModel loads a checkpoint directory, "" = the shipped one. For an adapter directory it loads the base that the adapter names.
+// loadModel loads a checkpoint directory, "" = the shipped one, in float32. For an adapter directory it loads the base that the adapter names.
 func loadModel(dir string, dev *kernels.Device, train bool) (*model.Model, error) {
-	o := model.LoadOptions{Train: train}
+	return loadStored(dir, dev, model.LoadOptions{Train: train})
+}
+
+// loadStored is loadModel with weights and moments stored as o says.
+func loadStored(dir string, dev *kernels.Device, o model.LoadOptions) (*model.Model, error) {
 	if dir != "" && model.IsAdapter(dir) {
-		if train {
+		if o.Train {
 			return nil, &trainer.Error{Op: "load model", Err: fmt.Errorf("%s is a LoRA adapter, training starts from a whole checkpoint", dir), Hint: "hs convert --ckpt " + dir + " --dtype f32 --out DIR"}
 		}
-		return loadAdapted("", dir, dev)
+		return loadAdapted("", dir, dev, o.Optim)
 	}
 	if dir != "" {
 		return model.Load(dir, dev, o)
@@ -98,10 +102,11 @@ func loadModel(dir string, dev *kernels.Device, train bool) (*model.Model, error
 	return model.LoadFS(fsys, dev, o)
 }
 
-// loadAdapted loads a checkpoint with an adapter. With "" for the checkpoint it is the one that the adapter names.
-func loadAdapted(dir, adapter string, dev *kernels.Device) (*model.Model, error) {
+// loadAdapted loads a checkpoint with an adapter, the weights that were trained stored as r says. With "" for the checkpoint it is the one
+// that the adapter names.
+func loadAdapted(dir, adapter string, dev *kernels.Device, r model.Recipe) (*model.Model, error) {
 	if adapter == "" {
-		return loadModel(dir, dev, false)
+		return loadStored(dir, dev, model.LoadOptions{Optim: r})
 	}
 	if dir == "" {
 		info, err := model.ReadAdapterInfo(adapter)
@@ -119,7 +124,7 @@ func loadAdapted(dir, adapter string, dev *kernels.Device) (*model.Model, error)
 	if err != nil {
 		return nil, err
 	}
-	if err := m.LoadAdapter(adapter, model.AdaptOptions{Path: dir}); err != nil {
+	if err := m.LoadAdapter(adapter, model.AdaptOptions{Path: dir, Optim: r}); err != nil {
 		m.Close()
 		return nil, err
 	}
@@ -167,7 +172,7 @@ func (g *globals) open(cfg trainer.Config, train bool, log *slog.Logger, load fu
 			if train {
 				return s.policy("")
 			}
-			return loadModel(cfg.Model.Path, s.dev, false)
+			return loadStored(cfg.Model.Path, s.dev, model.LoadOptions{Optim: cfg.Recipe()})
 		}
 	}
 	if s.model, err = load(s); err != nil {
@@ -179,7 +184,7 @@ func (g *globals) open(cfg trainer.Config, train bool, log *slog.Logger, load fu
 
 // policy loads the weights to train, fresh or from the model folder of a checkpoint.
 func (s *session) policy(from string) (*model.Model, error) {
-	return trainer.LoadPolicy(s.cfg, from, func(dir string, train bool) (*model.Model, error) { return loadModel(dir, s.dev, train) })
+	return trainer.LoadPolicy(s.cfg, from, func(dir string, o model.LoadOptions) (*model.Model, error) { return loadStored(dir, s.dev, o) })
 }
 
 func (s *session) close() error {

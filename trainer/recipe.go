@@ -1,0 +1,47 @@
+package trainer
+
+import (
+	"harness-s/env/harness"
+	"harness-s/kernels"
+	"harness-s/model"
+)
+
+// Recipe is how the optimiser stores what it trains. Stochastic rounding has its own stream of random bits under the run's seed.
+func (c Config) Recipe() model.Recipe {
+	states := map[string]kernels.State{"bf16": kernels.StateBF16, "8bit": kernels.StateU8}
+	return model.Recipe{
+		States: states[c.Optim.States], HiLo: c.Optim.Master == "hilo",
+		Seed: KeyOf(harness.RNGKey{Seed: c.Run.Seed, Phase: "optim"}).Lo,
+	}
+}
+
+// optimArena is an arena of the optimiser under its name in a checkpoint. Lower halves of split weights are none of them: the model folder
+// holds the joined masters.
+type optimArena struct {
+	name string
+	kind model.StateKind
+}
+
+func (c OptimConfig) arenas() []optimArena {
+	as := []optimArena{{"m", model.MomentM}, {"v", model.MomentV}}
+	if c.States == "8bit" {
+		as = append(as, optimArena{"m_scale", model.ScaleM}, optimArena{"v_scale", model.ScaleV})
+	}
+	return as
+}
+
+// momentSize is the bytes of a parameter's moment, without the scales.
+func (c OptimConfig) momentSize() int {
+	switch c.States {
+	case "bf16":
+		return 2
+	case "8bit":
+		return 1
+	}
+	return 4
+}
+
+// checkpointBytes is about what a checkpoint with so many bytes of float32 weights takes: these and two moments.
+func (c OptimConfig) checkpointBytes(weights int) int64 {
+	return int64(weights) + 2*int64(weights)*int64(c.momentSize())/4
+}
