@@ -118,7 +118,45 @@ var (
 // false for 0.8B and 2B (model.md 5.5). A Renderer of ForTemplate or FromCheckpoint may render another template instead.
 type Renderer struct {
 	ThinkDefault bool
+	family       Family
+	thinking     *bool    // enable_thinking where Options leave it open; nil = the template's default
 	foreign      *foreign // nil for the published templates
+}
+
+// Family names the template that a Renderer renders.
+type Family string
+
+// Families. A template that was not published with Qwen3.5 has a name of its own, which tells its digest.
+const (
+	BuiltIn Family = "built-in Qwen3.5 format" // NewRenderer: no template was given
+	Large   Family = "Qwen3.5 4B and 9B"
+	Small   Family = "Qwen3.5 0.8B and 2B"
+)
+
+// Family is the template that r renders.
+func (r Renderer) Family() Family {
+	if r.family == "" {
+		return BuiltIn
+	}
+	return r.family
+}
+
+// WithThinking returns a renderer that passes enable_thinking to the template wherever Options do not say otherwise: in generation prompts
+// and, where the template looks at it, in the history. It fails with ErrTemplate when the template's generation prompt does not follow.
+func (r Renderer) WithThinking(on bool) (Renderer, error) {
+	if got := r.Thinks(Options{Thinking: &on}); got != on {
+		return Renderer{}, fmt.Errorf("switch thinking: %w: with enable_thinking = %t its generation prompt has thinking %s", ErrTemplate, on, map[bool]string{true: "on", false: "off"}[got])
+	}
+	r.ThinkDefault, r.thinking = on, &on
+	return r, nil
+}
+
+// options fills in what o leaves to the renderer.
+func (r Renderer) options(o Options) Options {
+	if o.Thinking == nil {
+		o.Thinking = r.thinking
+	}
+	return o
 }
 
 // NewRenderer returns a renderer with the given thinking default.
@@ -174,6 +212,7 @@ func (b *builder) addAll(segs []Segment) {
 
 // Open renders a whole conversation. It fails exactly where the template raises, and when a JSON value does not parse.
 func (r Renderer) Open(msgs []Message, tools []Tool, o Options) ([]Segment, error) {
+	o = r.options(o)
 	if r.foreign != nil {
 		return r.foreign.open(msgs, tools, o)
 	}
@@ -222,6 +261,7 @@ func (r Renderer) Open(msgs []Message, tools []Tool, o Options) ([]Segment, erro
 // AddGenerationPrompt, the opening of the next turn. Thinking that was sampled earlier stays, because ids are only appended.
 // Messages must not be empty: an observation with an empty delta would silently vanish.
 func (r Renderer) Bridge(msgs []Message, o Options) ([]Segment, error) {
+	o = r.options(o)
 	if r.foreign != nil {
 		return r.foreign.bridge(msgs, o)
 	}
@@ -252,6 +292,7 @@ func (r Renderer) Bridge(msgs []Message, o Options) ([]Segment, error) {
 
 // Thinks reports whether a generation prompt under o leaves the thinking block open, that is the parser's inThink.
 func (r Renderer) Thinks(o Options) bool {
+	o = r.options(o)
 	switch {
 	case o.Thinking == nil:
 		return r.ThinkDefault

@@ -73,7 +73,7 @@ func (c corpusCase) render(r Renderer) (string, error) {
 func TestCorpus(t *testing.T) {
 	digests, cases := readCorpus(t, *corpusFile)
 	for name, digest := range digests {
-		if think, ok := published[digest]; !ok || think != (name == "think") {
+		if r, ok := published[digest]; !ok || r.ThinkDefault != (name == "think") || r.Family() != map[string]Family{"think": Large, "nothink": Small}[name] {
 			t.Errorf("%s: digest %s is not that of the published template", name, digest)
 		}
 	}

@@ -20,10 +20,10 @@ var (
 	ErrEngine = errors.New("the Jinja engine cannot write this value as Python does")
 )
 
-// published are the SHA-256 digests of the published Qwen3.5 templates with their thinking default (model.md 5.5).
-var published = map[string]bool{
-	"a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715": true,  // 4B, 9B
-	"273d8e0e683b885071fb17e08d71e5f2a5ddfb5309756181681de4f5a1822d80": false, // 0.8B, 2B
+// published are the SHA-256 digests of the published Qwen3.5 templates (model.md 5.5). They differ in the thinking default alone.
+var published = map[string]Renderer{
+	"a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715": {ThinkDefault: true, family: Large},
+	"273d8e0e683b885071fb17e08d71e5f2a5ddfb5309756181681de4f5a1822d80": {ThinkDefault: false, family: Small},
 }
 
 // ForTemplate returns the renderer of a chat template. The published Qwen3.5 templates are known by their digest and rendered by this
@@ -34,13 +34,14 @@ func ForTemplate(source string, special map[string]string) (Renderer, error) {
 	source = strings.TrimSuffix(source, "\n") // Jinja drops one
 	sum := sha256.Sum256([]byte(source))
 	digest := hex.EncodeToString(sum[:])
-	if think, ok := published[digest]; ok {
-		return NewRenderer(think), nil
+	if r, ok := published[digest]; ok {
+		return r, nil
 	}
 	r, err := newForeign(source, special)
 	if err != nil {
 		return Renderer{}, fmt.Errorf("load chat template %.12s: %w", digest, err)
 	}
+	r.family = Family(fmt.Sprintf("other template, sha256 %.12s", digest))
 	return r, nil
 }
 

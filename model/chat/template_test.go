@@ -74,7 +74,7 @@ func TestEngineOnPublished(t *testing.T) {
 			t.Fatal(err)
 		}
 		own, err := ForTemplate(string(raw), nil)
-		if err != nil || own != NewRenderer(name == "think") {
+		if err != nil || own.ThinkDefault != (name == "think") || own.foreign != nil {
 			t.Errorf("%s: %+v, %v", name, own, err)
 		}
 		if rs[name], err = newForeign(string(raw), nil); err != nil {
@@ -242,5 +242,67 @@ func TestFromCheckpoint(t *testing.T) {
 		if err != nil || Text(segs) != tc.want {
 			t.Errorf("%s: %q, %v, want %q", name, Text(segs), err, tc.want)
 		}
+	}
+}
+
+// WithThinking is enable_thinking for everything that is rendered: what the corpora have for a switch in the options comes out of a renderer
+// that was switched, also in a bridge, and options still win.
+func TestWithThinking(t *testing.T) {
+	foreign, err := ForTemplate(chatML(t), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if f := foreign.Family(); !strings.HasPrefix(string(f), "other template, sha256 ") || NewRenderer(true).Family() != BuiltIn {
+		t.Errorf("family %q", f)
+	}
+	switched := 0
+	for file, r := range map[string]func(corpusCase) Renderer{
+		"testdata/chatml.jsonl": func(corpusCase) Renderer { return foreign },
+		"testdata/corpus.jsonl": func(c corpusCase) Renderer { return NewRenderer(c.Template == "think") },
+	} {
+		_, cases := readCorpus(t, file)
+		for _, c := range cases {
+			if c.Thinking == nil {
+				continue
+			}
+			on := *c.Thinking
+			s, err := r(c).WithThinking(on)
+			if err != nil {
+				t.Fatal(err)
+			}
+			want, werr := c.render(r(c))
+			c.Thinking = nil
+			got, gerr := c.render(s)
+			if got != want || (gerr == nil) != (werr == nil) || s.ThinkDefault != on || s.Thinks(Options{}) != on {
+				t.Errorf("%s %s: %q %v, options give %q %v", file, c.Name, got, gerr, want, werr)
+			}
+			switched++
+		}
+	}
+	if switched < 20 {
+		t.Errorf("%d conversations with a switch", switched)
+	}
+	no := false
+	on, err := NewRenderer(false).WithThinking(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	msgs := []Message{{Role: "tool", Content: "x"}}
+	for o, want := range map[*bool]string{nil: "<think>\n", &no: "<think>\n\n</think>\n\n"} {
+		segs, err := on.Bridge(msgs, Options{AddGenerationPrompt: true, Thinking: o})
+		if err != nil || !strings.HasSuffix(Text(segs), "assistant\n"+want) {
+			t.Errorf("%q, %v", Text(segs), err)
+		}
+	}
+	// A template without a switch offers the one mode it has.
+	plain, err := ForTemplate("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := plain.WithThinking(true); !errors.Is(err, ErrTemplate) || !strings.Contains(err.Error(), "enable_thinking = true") {
+		t.Errorf("no switch: %v", err)
+	}
+	if _, err := plain.WithThinking(false); err != nil {
+		t.Errorf("no switch: %v", err)
 	}
 }
