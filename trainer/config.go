@@ -49,6 +49,9 @@ type ModelConfig struct {
 	MaxLen int    `toml:"max_len" min:"64" max:"1048576" doc:"longest episode context, in tokens"`
 	Device string `toml:"device" doc:"auto, cpu, null, emu or cuda:N"`
 	Gemm   string `toml:"gemm" enum:"own|openblas" doc:"matrix product of the CPU device"`
+	// How a turn begins and ends; hs doctor shows what they come to.
+	Stop     []string `toml:"stop" doc:"tokens that end a turn, as text or decimal id; empty = <|im_end|> and the eos_token_id of config.json and generation_config.json"`
+	Thinking string   `toml:"thinking" enum:"auto|on|off" doc:"enable_thinking of the chat template; auto = the template's default"`
 	// What training holds at once; hs doctor and hs init work out what fits.
 	MicroRows int    `toml:"micro_rows" min:"0" max:"1048576" doc:"tokens of a training micro-batch, 0 = max_len or 2048, whichever is larger"`
 	Recompute string `toml:"recompute" enum:"none|layers" doc:"layers = keep the inputs of layers only and run each forward again before its backward"`
@@ -202,7 +205,7 @@ type SFTConfig struct {
 func Defaults() Config {
 	return Config{
 		Run:   RunConfig{Name: "run", Seed: 1, Steps: 100, PauseLimit: Duration(time.Hour)},
-		Model: ModelConfig{MaxLen: 32768, Device: "auto", Gemm: "own", Recompute: "none"},
+		Model: ModelConfig{MaxLen: 32768, Device: "auto", Gemm: "own", Thinking: "auto", Recompute: "none"},
 		LoRA:  LoRAConfig{Targets: []string{model.AllLinear}},
 		Task:  TaskConfig{Env: "dbbench", PerStep: 16, Seed: 1, Train: 2000, Val: 100, Test: 100},
 		Rollout: RolloutConfig{

@@ -61,6 +61,9 @@ func Load(layers []Layer, sets []string) (*Resolved, error) {
 	if len(r.Config.Task.Families) == 0 {
 		r.Config.Task.Families = nil
 	}
+	if len(r.Config.Model.Stop) == 0 {
+		r.Config.Model.Stop = nil
+	}
 	errs = append(errs, r.validate()...)
 	if len(errs) > 0 {
 		return nil, &Error{Op: "load configuration", Err: fmt.Errorf("%w\n%w", ErrConfig, errors.Join(errs...)),
@@ -378,6 +381,11 @@ func (c *Config) crossCheck(bad func(path, value, allowed string)) {
 	}
 	if c.Rollout.MaxNew >= c.Model.MaxLen {
 		bad("rollout.max_new", strconv.Itoa(c.Rollout.MaxNew), fmt.Sprintf("below model.max_len (%d)", c.Model.MaxLen))
+	}
+	for i, s := range c.Model.Stop {
+		if s == "" || slices.Index(c.Model.Stop, s) < i {
+			bad(fmt.Sprintf("model.stop[%d]", i), strconv.Quote(s), "tokens or ids, each once")
+		}
 	}
 	if n := c.Model.MicroRows; n > 0 && n < c.Model.MaxLen {
 		bad("model.micro_rows", strconv.Itoa(n), fmt.Sprintf("0 or at least model.max_len (%d): an episode is trained in one piece", c.Model.MaxLen))

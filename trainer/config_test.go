@@ -137,6 +137,9 @@ func TestRenderRoundTrip(t *testing.T) {
 		c.Optim.LR = rapid.Float64Range(0, 1).Draw(t, "lr")
 		c.GRPO.Clip[1] = rapid.Float64Range(0.001, 10).Draw(t, "clip")
 		c.Rollout.EpisodeDeadline = Duration(rapid.Int64Range(int64(time.Second), int64(1000*time.Hour)).Draw(t, "deadline"))
+		if n := rapid.IntRange(0, 3).Draw(t, "stop"); n > 0 {
+			c.Model.Stop = rapid.SliceOfNDistinct(rapid.StringMatching(`.{1,8}`), n, n, rapid.ID).Draw(t, "stops")
+		}
 		c.Rollout.AllowTruncation = rapid.Bool().Draw(t, "allow")
 		if n := rapid.IntRange(0, 3).Draw(t, "families"); n > 0 {
 			c.Task.Families = map[string]float64{}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"slices"
 
 	"harness-s/env"
 	"harness-s/env/harness"
@@ -103,11 +102,15 @@ func Assemble(cfg Config, m *model.Model, e env.Env, pool *harness.Pool, o Assem
 	if _, ok := m.Tok.ID(chat.IMEnd); !ok {
 		return nil, &Error{Op: "assemble trainer", Err: errors.New("the tokenizer has no <|im_end|> token"), Hint: "use a chat model's tokenizer"}
 	}
-	renderer, err := RendererOf(m)
+	renderer, err := RendererOf(m, cfg.Model.Thinking)
 	if err != nil {
-		return nil, &Error{Op: "assemble trainer", Err: err, Hint: "put a Qwen3.5 chat_template.jinja into the model directory"}
+		return nil, err
 	}
-	d := &Deps{Env: e, Pool: pool, Tokens: m.Tok, Renderer: renderer, Stop: StopIDs(m)}
+	stop, err := StopSet(m, cfg.Model.Stop)
+	if err != nil {
+		return nil, err
+	}
+	d := &Deps{Env: e, Pool: pool, Tokens: m.Tok, Renderer: renderer, Stop: StopIDs(stop)}
 	return d, d.build(cfg, m, o)
 }
 
@@ -159,33 +162,6 @@ func (d *Deps) logger() *slog.Logger {
 		return slog.New(slog.DiscardHandler)
 	}
 	return d.Log
-}
-
-// StopIDs lists every id that ends a turn: the template's <|im_end|> first, when the
-// tokenizer has it, then the model's own end-of-sequence ids (pitfalls.md row 77).
-func StopIDs(m *model.Model) []int32 {
-	var stop []int32
-	if m.Tok != nil {
-		if id, ok := m.Tok.ID(chat.IMEnd); ok {
-			stop = append(stop, id)
-		}
-	}
-	for _, e := range m.Config.EOS {
-		if !slices.Contains(stop, e) {
-			stop = append(stop, e)
-		}
-	}
-	return stop
-}
-
-// RendererOf is the renderer of the chat template that came with m; without one
-// it is the published format without thinking, as for the shipped checkpoint.
-func RendererOf(m *model.Model) (chat.Renderer, error) {
-	r, err := chat.FromCheckpoint(m.FS())
-	if errors.Is(err, chat.ErrNoTemplate) {
-		return chat.NewRenderer(false), nil
-	}
-	return r, err
 }
 
 // modelPolicy adapts *model.Model to Policy.

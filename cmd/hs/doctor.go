@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,6 +20,7 @@ import (
 	"harness-s/env/dbbench"
 	"harness-s/kernels"
 	"harness-s/model"
+	"harness-s/model/chat"
 	"harness-s/trainer"
 )
 
@@ -70,6 +72,7 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 		return c.plan(g, cfg)
 	}
 	var memory *trainer.MemoryPlan
+	var turns *turnFacts
 	add("D01", "machine", checkMachine)
 	add("D02", "GPU", checkGPU)
 	dev, derr := g.device(cfg.Model.Device, cfg.Run.Threads, cfg.Model.Gemm)
@@ -89,7 +92,10 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 			memory, status, fact, hint = checkPlan(cfg)
 			return status, fact, hint
 		})
-		add("D08", "checkpoint", func() (string, string, string) { return checkModel(cfg, dev) })
+		add("D08", "checkpoint", func() (status, fact, hint string) {
+			turns, status, fact, hint = checkModel(cfg, dev)
+			return status, fact, hint
+		})
 		if c.Deep {
 			add("D15", "checksums", func() (string, string, string) { return checkSums(cfg.Model.Path) })
 		}
@@ -121,7 +127,7 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 		}
 	}
 	if g.JSON {
-		if err := g.emit(map[string]any{"version": fullVersion(), "ok": worst == 0, "checks": found, "memory": memory}); err != nil {
+		if err := g.emit(map[string]any{"version": fullVersion(), "ok": worst == 0, "checks": found, "memory": memory, "turns": turns}); err != nil {
 			return err
 		}
 	} else {
@@ -259,24 +265,68 @@ func checkPlan(cfg trainer.Config) (p *trainer.MemoryPlan, status, fact, hint st
 	return p, "OK", fact, ""
 }
 
-func checkModel(cfg trainer.Config, dev *kernels.Device) (string, string, string) {
+// turnFacts say how a turn begins, is sampled and ends; the JSON keys are stable.
+type turnFacts struct {
+	Stop     []trainer.StopToken      `json:"stop"`
+	Template chat.Family              `json:"template"`
+	Thinking bool                     `json:"thinking"`
+	Generate trainer.SamplingDefaults `json:"generate"` // hs generate
+	Rollout  trainer.SamplingDefaults `json:"rollout"`
+	Eval     trainer.SamplingDefaults `json:"eval"`
+}
+
+func checkModel(cfg trainer.Config, dev *kernels.Device) (turns *turnFacts, status, fact, hint string) {
 	m, err := loadModel(cfg.Model.Path, dev, false)
 	if err != nil {
-		return "FAIL", err.Error(), advice(err)
+		return nil, "FAIL", err.Error(), advice(err)
 	}
 	defer m.Close()
 	sum, err := m.WeightsSHA256()
 	if err != nil {
-		return "FAIL", err.Error(), advice(err)
+		return nil, "FAIL", err.Error(), advice(err)
 	}
 	name := cfg.Model.Path
 	if name == "" {
 		name = "shipped tiny checkpoint"
 	}
 	if m.Tok == nil {
-		return "WARN", fmt.Sprintf("%s: %d parameters, no tokenizer.json", name, m.Config.NumParams()), "copy tokenizer.json next to config.json"
+		return nil, "WARN", fmt.Sprintf("%s: %d parameters, no tokenizer.json", name, m.Config.NumParams()), "copy tokenizer.json next to config.json"
 	}
-	return "OK", fmt.Sprintf("%s: %d parameters, vocabulary %d, weights %.12s", name, m.Config.NumParams(), m.Tok.VocabSize(), sum), ""
+	if turns, err = turnsOf(cfg, m); err != nil {
+		return nil, "FAIL", err.Error(), advice(err)
+	}
+	return turns, "OK", fmt.Sprintf("%s: %d parameters, vocabulary %d, weights %.12s\n%s", name, m.Config.NumParams(), m.Tok.VocabSize(), sum, turns), ""
+}
+
+func turnsOf(cfg trainer.Config, m *model.Model) (*turnFacts, error) {
+	r, err := trainer.RendererOf(m, cfg.Model.Thinking)
+	if err != nil {
+		return nil, err
+	}
+	t := &turnFacts{Template: r.Family(), Thinking: r.Thinks(chat.Options{})}
+	if t.Stop, err = trainer.StopSet(m, cfg.Model.Stop); err != nil {
+		return nil, err
+	}
+	if t.Generate, err = trainer.SamplingOf(m, r); err != nil {
+		return nil, err
+	}
+	t.Rollout = trainer.SamplingDefaults{Temperature: cfg.Rollout.Temperature, TopP: cfg.Rollout.TopP, TopK: cfg.Rollout.TopK, From: "rollout"}
+	t.Eval = trainer.SamplingDefaults{Temperature: cfg.Eval.Temperature, TopP: 1, From: "eval"}
+	return t, nil
+}
+
+// String is the facts in four lines.
+func (t *turnFacts) String() string {
+	var stop []string
+	for _, s := range t.Stop {
+		stop = append(stop, fmt.Sprintf("%s %d (%s)", cmp.Or(s.Token, "token"), s.ID, s.From))
+	}
+	thinking := "off"
+	if t.Thinking {
+		thinking = "on"
+	}
+	return fmt.Sprintf("stop: %s\ntemplate: %s, thinking %s\nhs generate: %s\nrollout: temperature %g, top_p %g, top_k %d; evaluation: temperature %g",
+		strings.Join(stop, ", "), t.Template, thinking, samplingText(t.Generate), t.Rollout.Temperature, t.Rollout.TopP, t.Rollout.TopK, t.Eval.Temperature)
 }
 
 func (c *doctorCmd) checkEnv(ctx context.Context, cfg trainer.Config) (string, string, string) {

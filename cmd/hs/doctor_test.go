@@ -99,6 +99,31 @@ func TestDoctorChecks(t *testing.T) {
 	}
 }
 
+// TestDoctorTurns: how a turn begins, is sampled and ends, as text and as JSON, and what the configuration changes of it.
+func TestDoctorTurns(t *testing.T) {
+	runs := filepath.Join(t.TempDir(), "runs")
+	_, out, _ := hs(t, "-C", runs, "doctor")
+	for _, want := range []string{"stop: <|im_end|> 980 (chat template), <|endoftext|> 982 (config.json eos_token_id)", "template: built-in Qwen3.5 format, thinking off",
+		"hs generate: temperature 1, top_p 1, top_k 0, min_p 0 (generation_config.json)", "rollout: temperature 1, top_p 1, top_k 0; evaluation: temperature 1"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("no %q in\n%s", want, out)
+		}
+	}
+	code, out, _ := hs(t, "-C", runs, "doctor", "--json", "--set", `model.stop=["<|im_end|>"]`, "--set", "model.thinking=on")
+	v, ok := lastJSON(t, out)["turns"].(map[string]any)
+	if !ok || code != exitOK || v["thinking"] != true || len(v["stop"].([]any)) != 1 || v["stop"].([]any)[0].(map[string]any)["from"] != "model.stop" {
+		t.Errorf("exit code %d, %v", code, v)
+	}
+	code, out, _ = hs(t, "-C", runs, "doctor", "--set", `model.stop=["<|imend|>"]`)
+	if code != exitNotReady || !strings.Contains(out, `model.stop[0] = "<|imend|>": allowed a token`) || !strings.Contains(out, `-> model.stop = ["<|im_end|>"]`) {
+		t.Errorf("exit code %d\n%s", code, out)
+	}
+	code, _, e := hs(t, "-C", runs, "train", "--run", "x", "--set", `model.stop=["<|imend|>"]`)
+	if code != exitUsage || !strings.Contains(e, "<|imend|>") {
+		t.Errorf("train: exit code %d, %s", code, e)
+	}
+}
+
 // TestDoctorLeavesNothing checks that looking at the run folder does not create it.
 func TestDoctorLeavesNothing(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "runs")

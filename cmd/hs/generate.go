@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -20,18 +21,19 @@ import (
 
 // generateCmd samples one continuation: hs generate.
 type generateCmd struct {
-	Ckpt        string  `type:"path" help:"Hugging Face directory; default the shipped tiny checkpoint."`
-	Adapter     string  `type:"path" help:"LoRA adapter, a PEFT directory; its base is --ckpt, or what the adapter names." placeholder:"DIR"`
-	Prompt      string  `xor:"input" required:"" help:"Prompt, the text of a user turn." placeholder:"TEXT"`
-	PromptFile  string  `xor:"input" required:"" type:"path" help:"File with the prompt." placeholder:"FILE"`
-	IDs         string  `name:"ids" xor:"input" required:"" type:"path" help:"JSON file with an array of token ids, fed as they are." placeholder:"FILE"`
-	Raw         bool    `help:"Feed the prompt as it is, without the chat template."`
-	MaxNew      int     `default:"256" help:"Most tokens to sample."`
-	Temperature float64 `default:"1" help:"Sampling temperature, 0 = most likely token."`
-	TopK        int     `default:"0" help:"Draw from the K most likely tokens, 0 = off."`
-	TopP        float64 `default:"1" help:"Draw from the most likely tokens that hold this probability together, 1 = off."`
-	MinP        float64 `default:"0" help:"Drop tokens less likely than this share of the most likely one, 0 = off."`
-	Seed        uint64  `default:"1" help:"Seed of the sampled tokens; the same seed gives the same tokens."`
+	Ckpt        string   `type:"path" help:"Hugging Face directory; default the shipped tiny checkpoint."`
+	Adapter     string   `type:"path" help:"LoRA adapter, a PEFT directory; its base is --ckpt, or what the adapter names." placeholder:"DIR"`
+	Prompt      string   `xor:"input" required:"" help:"Prompt, the text of a user turn." placeholder:"TEXT"`
+	PromptFile  string   `xor:"input" required:"" type:"path" help:"File with the prompt." placeholder:"FILE"`
+	IDs         string   `name:"ids" xor:"input" required:"" type:"path" help:"JSON file with an array of token ids, fed as they are." placeholder:"FILE"`
+	Raw         bool     `help:"Feed the prompt as it is, without the chat template."`
+	MaxNew      int      `default:"256" help:"Most tokens to sample."`
+	Thinking    string   `default:"auto" enum:"auto,on,off" help:"enable_thinking of the chat template: auto (its default), on or off."`
+	Temperature *float64 `help:"Sampling temperature, 0 = most likely token; this and the next three default to what the checkpoint says, see hs doctor."`
+	TopK        *int     `help:"Draw from the K most likely tokens, 0 = off."`
+	TopP        *float64 `help:"Draw from the most likely tokens that hold this probability together, 1 = off."`
+	MinP        *float64 `help:"Drop tokens less likely than this share of the most likely one, 0 = off."`
+	Seed        uint64   `default:"1" help:"Seed of the sampled tokens; the same seed gives the same tokens."`
 }
 
 // generateResult is the JSON contract of hs generate. IDs are the sampled tokens, the one that stopped included; Text leaves it out.
@@ -44,6 +46,8 @@ type generateResult struct {
 	Stop         string    `json:"stop"`       // stop: a token of the stop set; length: --max-new tokens were sampled
 	StopToken    *int32    `json:"stop_token"` // null for length
 	Seed         uint64    `json:"seed"`
+	// Sampling is what was used; From names the source of what no flag set.
+	Sampling trainer.SamplingDefaults `json:"sampling"`
 }
 
 // Run streams the text while it is sampled.
@@ -90,7 +94,8 @@ func (c *generateCmd) Run(ctx context.Context, g *globals) error {
 		if r.StopToken != nil {
 			why = "stopped by " + tokenName(m.Tok, *r.StopToken)
 		}
-		fmt.Fprintf(g.errOut, "%d prompt tokens, %d sampled, %s\n", r.PromptTokens, len(r.IDs), why)
+		s := r.Sampling
+		fmt.Fprintf(g.errOut, "%d prompt tokens, %d sampled, %s; %s\n", r.PromptTokens, len(r.IDs), why, samplingText(s))
 	}
 	if g.JSON {
 		return g.emit(r)
@@ -100,6 +105,10 @@ func (c *generateCmd) Run(ctx context.Context, g *globals) error {
 
 // check refuses values that the sampler would refuse, before the model is loaded.
 func (c *generateCmd) check() error {
+	zero, k := 0.0, 0.0
+	if c.TopK != nil {
+		k = float64(*c.TopK)
+	}
 	for _, f := range []struct {
 		flag     string
 		v, least float64
@@ -107,10 +116,10 @@ func (c *generateCmd) check() error {
 		want     string
 	}{
 		{"--max-new", float64(c.MaxNew), 1, math.MaxInt32, "at least 1"},
-		{"--temperature", c.Temperature, 0, math.MaxFloat32, "a number from 0"},
-		{"--top-k", float64(c.TopK), 0, math.MaxInt32, "at least 0 (0 = off)"},
-		{"--top-p", c.TopP, 0, 1, "from 0 to 1 (1 = off)"},
-		{"--min-p", c.MinP, 0, 1, "from 0 to 1 (0 = off)"},
+		{"--temperature", *cmp.Or(c.Temperature, &zero), 0, math.MaxFloat32, "a number from 0"},
+		{"--top-k", k, 0, math.MaxInt32, "at least 0 (0 = off)"},
+		{"--top-p", *cmp.Or(c.TopP, &zero), 0, 1, "from 0 to 1 (1 = off)"},
+		{"--min-p", *cmp.Or(c.MinP, &zero), 0, 1, "from 0 to 1 (0 = off)"},
 	} {
 		if !(f.v >= f.least && f.v <= f.most) {
 			return usage("e.g. --max-new 256 --temperature 0.7 --top-k 20 --top-p 0.8", "%s is %g, want %s", f.flag, f.v, f.want)
@@ -152,7 +161,7 @@ func (c *generateCmd) encode(m *model.Model, prompt string) ([]int32, error) {
 	if c.Raw {
 		return m.Tok.Encode(prompt), nil
 	}
-	renderer, err := trainer.RendererOf(m)
+	renderer, err := trainer.RendererOf(m, c.Thinking)
 	if err != nil {
 		return nil, &trainer.Error{Op: "render prompt", Err: err, Hint: "put a Qwen3.5 chat_template.jinja into the checkpoint directory, or --raw feeds the prompt as it is"}
 	}
@@ -175,10 +184,18 @@ func (c *generateCmd) sample(ctx context.Context, m *model.Model, ids []int32, e
 	if err != nil {
 		return nil, err
 	}
-	stop := trainer.StopIDs(m)
-	res := &generateResult{PromptTokens: len(ids), IDs: []int32{}, LogProbs: []float32{}, Stop: "length", Seed: c.Seed}
+	set, err := trainer.StopSet(m, nil)
+	if err != nil {
+		return nil, err
+	}
+	s, err := c.sampling(m)
+	if err != nil {
+		return nil, err
+	}
+	stop := trainer.StopIDs(set)
+	res := &generateResult{PromptTokens: len(ids), IDs: []int32{}, LogProbs: []float32{}, Stop: "length", Seed: c.Seed, Sampling: s}
 	work := []model.Work{{Seq: seq, Append: ids, Sample: true, Key: model.Key{Lo: c.Seed},
-		Sampling: model.Sampling{Temperature: float32(c.Temperature), TopK: c.TopK, TopP: float32(c.TopP), MinP: float32(c.MinP)}}}
+		Sampling: model.Sampling{Temperature: float32(s.Temperature), TopK: s.TopK, TopP: float32(s.TopP), MinP: float32(s.MinP)}}}
 	for n := range c.MaxNew {
 		work[0].Ctr = uint64(n)
 		got, err := r.Step(ctx, work)
@@ -205,6 +222,46 @@ func (c *generateCmd) sample(ctx context.Context, m *model.Model, ids []int32, e
 		res.Text = m.Tok.Decode(text)
 	}
 	return res, nil
+}
+
+// sampling is what the flags say, and what the checkpoint says for the others.
+func (c *generateCmd) sampling(m *model.Model) (trainer.SamplingDefaults, error) {
+	renderer, err := trainer.RendererOf(m, c.Thinking)
+	if err != nil {
+		renderer = chat.NewRenderer(false) // raw prompts and ids need no template
+	}
+	s, err := trainer.SamplingOf(m, renderer)
+	if err != nil {
+		return s, err
+	}
+	given := 0
+	for _, f := range []struct{ flag, at *float64 }{{c.Temperature, &s.Temperature}, {c.TopP, &s.TopP}, {c.MinP, &s.MinP}} {
+		if f.flag != nil {
+			*f.at = *f.flag
+			given++
+		}
+	}
+	if c.TopK != nil {
+		s.TopK = *c.TopK
+		given++
+	}
+	switch given {
+	case 0:
+	case 4:
+		s.From, s.Skipped = "flags", nil
+	default:
+		s.From = "flags, the rest from " + s.From
+	}
+	return s, nil
+}
+
+// samplingText is a line of settings.
+func samplingText(s trainer.SamplingDefaults) string {
+	text := fmt.Sprintf("temperature %g, top_p %g, top_k %d, min_p %g (%s", s.Temperature, s.TopP, s.TopK, s.MinP, s.From)
+	if len(s.Skipped) > 0 {
+		text += "; without " + strings.Join(s.Skipped, ", ")
+	}
+	return text + ")"
 }
 
 // streamer prints tokens as text, whole characters at a time; without a tokenizer it prints ids.

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -71,6 +72,40 @@ func TestGeneratePrompts(t *testing.T) {
 		if got := *s.LogProbs[len(ids)+i]; math.Abs(got-float64(lp)) > 1e-4 {
 			t.Errorf("token %d: sampled with %.6f, scored %.6f", i, lp, got)
 		}
+	}
+}
+
+// TestGenerateSampling: what no flag sets comes from the checkpoint, and the result says from where; --thinking changes the prompt.
+func TestGenerateSampling(t *testing.T) {
+	r := generate(t, "--prompt", "a", "--max-new", "1")
+	if s := r.Sampling; s.Temperature != 1 || s.TopP != 1 || s.TopK != 0 || s.From != "generation_config.json" {
+		t.Errorf("%+v", s)
+	}
+	dir := filepath.Join(t.TempDir(), "tiny")
+	if code, _, e := hs(t, "sft", "--unpack", dir, "-q"); code != 0 {
+		t.Fatal(e)
+	}
+	must(t, os.WriteFile(filepath.Join(dir, "generation_config.json"), []byte(`{"do_sample": true, "temperature": 0.5, "top_k": 3}`), 0o644))
+	r = generate(t, "--ckpt", dir, "--prompt", "a", "--max-new", "1")
+	if s := r.Sampling; s.Temperature != 0.5 || s.TopK != 3 || s.TopP != 1 {
+		t.Errorf("%+v", s)
+	}
+	r = generate(t, "--ckpt", dir, "--prompt", "a", "--max-new", "1", "--top-k", "0", "--top-p", "0.9")
+	if s := r.Sampling; s.Temperature != 0.5 || s.TopK != 0 || s.TopP != 0.9 || s.From != "flags, the rest from generation_config.json" {
+		t.Errorf("%+v", s)
+	}
+	r = generate(t, "--ckpt", dir, "--prompt", "a", "--max-new", "1", "--top-k", "2", "--top-p", "0.9", "--min-p", "0.1", "--temperature", "0")
+	if s := r.Sampling; s.Temperature != 0 || s.TopK != 2 || s.MinP != 0.1 || s.From != "flags" {
+		t.Errorf("%+v", s)
+	}
+	off, on := generate(t, "--prompt", "a", "--max-new", "1", "--thinking", "off"), generate(t, "--prompt", "a", "--max-new", "1", "--thinking", "on")
+	tok := tiny(t).Tok
+	if d := len(tok.Encode("\n\n</think>\n\n")) - len(tok.Encode("\n")); off.PromptTokens-on.PromptTokens != d || d < 1 {
+		t.Errorf("%d prompt tokens without thinking, %d with; the closed block has %d more", off.PromptTokens, on.PromptTokens, d)
+	}
+	must(t, os.WriteFile(filepath.Join(dir, "generation_config.json"), []byte(`{"top_p": 7}`), 0o644))
+	if code, _, e := hs(t, "generate", "--ckpt", dir, "--prompt", "a"); code != exitFailure || !strings.Contains(e, "top_p = 7") || !strings.Contains(e, "hint:") {
+		t.Errorf("exit code %d, %s", code, e)
 	}
 }
 
