@@ -44,8 +44,7 @@ func (p Phase) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
 type Layout struct {
 	Placement Placement
 	Train     bool          // with gradients, optimiser and executor
-	States    string        // storage of the Adam moments: "fp32" (also ""), "bf16" or "8bit"
-	Master    string        // storage of the master weights: "fp32" (also "") or "hilo", a bfloat16 and 16 more bits
+	Recipe    Recipe        // storage of moments and master weights
 	LoRA      *LoRA         // the adapter that is trained; nil trains every weight
 	Runner    RunnerOptions // sampler; the zero value takes the defaults
 	Context   int           // tokens of the longest sequence that is sampled
@@ -237,12 +236,8 @@ func (pl *MemoryPlanner) adapter(f *Footprint, l *LoRA, elem int64) (trained int
 
 // parameters adds weights, gradients and optimiser.
 func (pl *MemoryPlanner) parameters(f *Footprint, l *Layout) error {
-	moment, err := momentBytes(l.States)
-	if err != nil {
+	if err := l.Recipe.check(kernels.F32); err != nil {
 		return err
-	}
-	if !slices.Contains([]string{"", "fp32", "hilo"}, l.Master) {
-		return fmt.Errorf("master weights %q, want fp32 or hilo", l.Master)
 	}
 	elem := int64(l.storage().Size())
 	var weights int64
@@ -256,6 +251,7 @@ func (pl *MemoryPlanner) parameters(f *Footprint, l *Layout) error {
 	f.add(Resident, LineWeights, weights)
 	trained := padElems(pl.cfg.Tensors()...)
 	if l.LoRA != nil {
+		var err error
 		if trained, err = pl.adapter(f, l.LoRA, elem); err != nil {
 			return err
 		}
@@ -264,28 +260,25 @@ func (pl *MemoryPlanner) parameters(f *Footprint, l *Layout) error {
 		return nil
 	}
 	switch {
-	case l.Master == "hilo":
+	case l.Recipe.HiLo:
 		f.add(Resident, LineLow, 2*trained)
 	case l.Placement == OnGPU:
 		f.add(Resident, LineMaster, 4*trained)
 	}
-	f.add(Resident, LineMoments, 2*moment(trained))
+	f.add(Resident, LineMoments, 2*l.Recipe.momentBytes(trained))
 	f.add(Training, LineGrads, 4*trained)
 	return nil
 }
 
-// momentBytes is the size of one moment of n elements: n values and, for 8-bit codes, a float32 scale per block (abi.h, AdamW).
-func momentBytes(states string) (func(n int64) int64, error) {
-	switch states {
-	case "", "fp32":
-		return func(n int64) int64 { return 4 * n }, nil
-	case "bf16":
-		return func(n int64) int64 { return 2 * n }, nil
-	case "8bit":
-		const block = 256 // HS_STATE_BLOCK
-		return func(n int64) int64 { return n + 4*((n+block-1)/block) }, nil
+// momentBytes is the size of one moment of n elements: values and, for 8-bit codes, a float32 scale per block (abi.h, AdamW).
+func (r Recipe) momentBytes(n int64) int64 {
+	switch r.States {
+	case kernels.StateBF16:
+		return 2 * n
+	case kernels.StateU8:
+		return n + 4*((n+kernels.StateBlock-1)/kernels.StateBlock)
 	}
-	return nil, fmt.Errorf("optimiser states %q, want fp32, bf16 or 8bit", states)
+	return 4 * n
 }
 
 // sampler adds a Runner after its largest pass: MaxRows rows appended to MaxSeqs sequences, each of which samples, the longest of which has

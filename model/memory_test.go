@@ -2,6 +2,7 @@ package model
 
 import (
 	"context"
+	"fmt"
 	"math"
 	"testing"
 	"time"
@@ -39,24 +40,27 @@ func TestFootprintIsTheLedger(t *testing.T) {
 		runner    RunnerOptions
 		perSeq    int   // tokens appended to each sequence in the first step
 		lora      *LoRA // an adapter is trained
+		recipe    Recipe
 	}{
-		{"odd sizes", execConfig(), false, 130, [][2]int32{{90, -1}, {10, 0}, {30, 0}}, RunnerOptions{MaxSeqs: 3, MaxTokens: 500, PageSize: 7, MaxRows: 63}, 21, nil},
-		{"recompute", execConfig(), true, 130, [][2]int32{{90, -1}, {10, 0}, {30, 0}}, RunnerOptions{MaxSeqs: 2, MaxTokens: 64, PageSize: 16, MaxRows: 4}, 2, nil},
-		{"untied", wide, false, 257, [][2]int32{{257, -1}}, RunnerOptions{MaxSeqs: 5, MaxTokens: 4096, PageSize: 16, MaxRows: 320}, 64, nil},
-		{"untied recompute", wide, true, 257, [][2]int32{{200, -1}, {57, -1}}, RunnerOptions{MaxSeqs: 8, MaxTokens: 999, PageSize: 16, MaxRows: 800}, 100, nil},
-		{"full attention alone", full, false, 100, [][2]int32{{50, -1}, {50, -1}}, RunnerOptions{MaxSeqs: 4, MaxTokens: 300, PageSize: 16, MaxRows: 128}, 32, nil},
-		{"linear attention alone", linear, true, 64, [][2]int32{{64, -1}}, RunnerOptions{MaxSeqs: 4, MaxTokens: 300, PageSize: 16, MaxRows: 128}, 32, nil},
-		{"released head sizes", like, true, 192, [][2]int32{{100, -1}, {46, 0}, {46, 0}}, RunnerOptions{MaxSeqs: 4, MaxTokens: 640, PageSize: 16, MaxRows: 512}, 128, nil},
-		{"adapter", wide, false, 257, [][2]int32{{257, -1}}, RunnerOptions{MaxSeqs: 5, MaxTokens: 4096, PageSize: 16, MaxRows: 320}, 64, &LoRA{Rank: 3, Alpha: 6, Targets: []string{AllLinear}}},
-		{"adapter recompute", execConfig(), true, 130, [][2]int32{{90, -1}, {40, 0}}, RunnerOptions{MaxSeqs: 3, MaxTokens: 500, PageSize: 7, MaxRows: 63}, 21, &LoRA{Rank: 5, Alpha: 1, Targets: []string{"q_proj", "down_proj"}}},
-		{"one row a segment", execConfig(), false, 150, ones(150), RunnerOptions{MaxSeqs: 1, MaxTokens: 40, PageSize: 16, MaxRows: 16}, 16, nil},
+		{"odd sizes", execConfig(), false, 130, [][2]int32{{90, -1}, {10, 0}, {30, 0}}, RunnerOptions{MaxSeqs: 3, MaxTokens: 500, PageSize: 7, MaxRows: 63}, 21, nil, Recipe{}},
+		{"recompute", execConfig(), true, 130, [][2]int32{{90, -1}, {10, 0}, {30, 0}}, RunnerOptions{MaxSeqs: 2, MaxTokens: 64, PageSize: 16, MaxRows: 4}, 2, nil, Recipe{}},
+		{"untied", wide, false, 257, [][2]int32{{257, -1}}, RunnerOptions{MaxSeqs: 5, MaxTokens: 4096, PageSize: 16, MaxRows: 320}, 64, nil, Recipe{}},
+		{"untied recompute", wide, true, 257, [][2]int32{{200, -1}, {57, -1}}, RunnerOptions{MaxSeqs: 8, MaxTokens: 999, PageSize: 16, MaxRows: 800}, 100, nil, Recipe{}},
+		{"full attention alone", full, false, 100, [][2]int32{{50, -1}, {50, -1}}, RunnerOptions{MaxSeqs: 4, MaxTokens: 300, PageSize: 16, MaxRows: 128}, 32, nil, Recipe{}},
+		{"linear attention alone", linear, true, 64, [][2]int32{{64, -1}}, RunnerOptions{MaxSeqs: 4, MaxTokens: 300, PageSize: 16, MaxRows: 128}, 32, nil, Recipe{}},
+		{"released head sizes", like, true, 192, [][2]int32{{100, -1}, {46, 0}, {46, 0}}, RunnerOptions{MaxSeqs: 4, MaxTokens: 640, PageSize: 16, MaxRows: 512}, 128, nil, Recipe{}},
+		{"adapter", wide, false, 257, [][2]int32{{257, -1}}, RunnerOptions{MaxSeqs: 5, MaxTokens: 4096, PageSize: 16, MaxRows: 320}, 64, &LoRA{Rank: 3, Alpha: 6, Targets: []string{AllLinear}}, Recipe{}},
+		{"adapter recompute", execConfig(), true, 130, [][2]int32{{90, -1}, {40, 0}}, RunnerOptions{MaxSeqs: 3, MaxTokens: 500, PageSize: 7, MaxRows: 63}, 21, &LoRA{Rank: 5, Alpha: 1, Targets: []string{"q_proj", "down_proj"}}, Recipe{States: kernels.StateBF16}},
+		{"8-bit states and split weights", wide, true, 64, [][2]int32{{64, -1}}, RunnerOptions{MaxSeqs: 4, MaxTokens: 300, PageSize: 16, MaxRows: 128}, 32, nil, Recipe{States: kernels.StateU8, HiLo: true}},
+		{"bfloat16 states", execConfig(), false, 64, [][2]int32{{64, -1}}, RunnerOptions{MaxSeqs: 4, MaxTokens: 300, PageSize: 16, MaxRows: 128}, 32, nil, Recipe{States: kernels.StateBF16}},
+		{"one row a segment", execConfig(), false, 150, ones(150), RunnerOptions{MaxSeqs: 1, MaxTokens: 40, PageSize: 16, MaxRows: 16}, 16, nil, Recipe{}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			d := execDevice(t, 2)
-			m := must[*Model](t)(NewRandom(c.cfg, d, 7, LoadOptions{Train: c.lora == nil}))
+			m := must[*Model](t)(NewRandom(c.cfg, d, 7, LoadOptions{Train: c.lora == nil, Optim: c.recipe}))
 			defer m.Close()
 			if c.lora != nil {
-				if err := m.Adapt(*c.lora, AdaptOptions{Train: true}); err != nil {
+				if err := m.Adapt(*c.lora, AdaptOptions{Train: true, Optim: c.recipe}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -81,10 +85,10 @@ func TestFootprintIsTheLedger(t *testing.T) {
 
 			pl := must[*MemoryPlanner](t)(NewMemoryPlanner(c.cfg))
 			defer pl.Close()
-			f := must[*Footprint](t)(pl.Footprint(Layout{Train: true, LoRA: c.lora, Runner: c.runner, Context: c.perSeq, Exec: ExecOptions{MaxRows: c.rows, Recompute: c.recompute}, Segments: b.Segments}))
+			f := must[*Footprint](t)(pl.Footprint(Layout{Train: true, LoRA: c.lora, Recipe: c.recipe, Runner: c.runner, Context: c.perSeq, Exec: ExecOptions{MaxRows: c.rows, Recompute: c.recompute}, Segments: b.Segments}))
 			got := ledgerOf(d)
 			for label, lines := range map[string][]string{
-				"weights": {LineWeights, LineFrozen, LineAdapter}, "adapter scale": {LineScale}, "adapter workspace": {LineMerge}, "grads": {LineGrads}, "kv cache and recurrent state": {LineKV, LineRecurrent, LineConv},
+				"weights": {LineWeights, LineFrozen, LineAdapter}, "adapter scale": {LineScale}, "adapter workspace": {LineMerge}, "grads": {LineGrads}, "weights_lo": {LineLow}, "kv cache and recurrent state": {LineKV, LineRecurrent, LineConv},
 				"slot copy indices": {LineSlots}, "sampler activations": {LineSampler, LineLogits}, "sample rows": {LineSampleRows},
 				"sampler indices": {LineIndices}, "sampler workspace": {LineScratch}, "activations": {LineActs}, "batch": {LineBatch},
 				"forest": {LineForest}, "workspace": {LineWorkspace}, "gradient norms": {LineNorms},
@@ -97,7 +101,7 @@ func TestFootprintIsTheLedger(t *testing.T) {
 					t.Errorf("%s: %d bytes are allocated, the plan says %d", label, got[label], want)
 				}
 			}
-			if moments := got["moment_m"] + got["moment_v"]; moments != f.Bytes(LineMoments) {
+			if moments := got["moment_m"] + got["moment_v"] + got["moment_m_scale"] + got["moment_v_scale"]; moments != f.Bytes(LineMoments) {
 				t.Errorf("moments: %d bytes are allocated, the plan says %d", moments, f.Bytes(LineMoments))
 			}
 			if got["total"] != f.Peak() {
@@ -165,10 +169,10 @@ func TestFootprintTable(t *testing.T) {
 					t.Errorf("%s: %.3f GiB, the table has %.1f", what, got, want)
 				}
 			}
-			plan := func(states, master string, a *LoRA) *Footprint {
-				return must[*Footprint](t)(pl.Footprint(Layout{Placement: OnGPU, Train: true, States: states, Master: master, LoRA: a, Exec: ExecOptions{MaxRows: 64, Recompute: true}}))
+			plan := func(r Recipe, a *LoRA) *Footprint {
+				return must[*Footprint](t)(pl.Footprint(Layout{Placement: OnGPU, Train: true, Recipe: r, LoRA: a, Exec: ExecOptions{MaxRows: 64, Recompute: true}}))
 			}
-			h := plan("bf16", "hilo", nil)
+			h := plan(Recipe{States: kernels.StateBF16, HiLo: true}, nil)
 			gib("weights", h.Bytes(LineWeights), c.weights[0])
 			gib("low halves", h.Bytes(LineLow), c.weights[0])
 			gib("gradients", h.Bytes(LineGrads), c.grads)
@@ -181,13 +185,13 @@ func TestFootprintTable(t *testing.T) {
 				return n
 			}
 			gib("recipe H, resident", resident(h), c.resident)
-			for i, states := range []string{"fp32", "bf16", "8bit"} {
-				gib("moments "+states, plan(states, "hilo", nil).Bytes(LineMoments), c.moments[i])
+			for i, states := range []kernels.State{kernels.StateF32, kernels.StateBF16, kernels.StateU8} {
+				gib(fmt.Sprintf("moments, states %d", states), plan(Recipe{States: states}, nil).Bytes(LineMoments), c.moments[i])
 			}
-			classic := plan("fp32", "fp32", nil)
+			classic := plan(Recipe{}, nil)
 			gib("master", classic.Bytes(LineMaster), c.wide[0])
 			gib("recipe A", resident(classic)+classic.Bytes(LineGrads)/2, c.classic)
-			small := plan("8bit", "hilo", nil)
+			small := plan(Recipe{States: kernels.StateU8, HiLo: true}, nil)
 			gib("recipe F", resident(small)+small.Bytes(LineGrads)/2, c.mixed)
 
 			// Slots: 139 GiB, 5 of them kept free, the resident state out; KV of the context and one state each.
@@ -207,7 +211,7 @@ func TestFootprintTable(t *testing.T) {
 			if math.Abs(float64(n)/1e6-c.adapterM) > 0.5 {
 				t.Errorf("an adapter of rank 32 has %d parameters, gpu.md 3.8 has %.0f M", n, c.adapterM)
 			}
-			lora := plan("fp32", "fp32", a)
+			lora := plan(Recipe{}, a)
 			if state := lora.Bytes(LineMaster) + lora.Bytes(LineMoments) + lora.Bytes(LineGrads); state > 13*gibibyte/10 {
 				t.Errorf("optimiser and gradients of the adapter take %d bytes, gpu.md 3.8 has < 1.3 GiB", state)
 			}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"strconv"
 
+	"harness-s/kernels"
 	"harness-s/model"
 )
 
@@ -28,8 +29,11 @@ func execOptions(cfg Config) model.ExecOptions {
 
 // MemoryLayout is what a training run of the configuration holds.
 func MemoryLayout(cfg Config, at model.Placement) model.Layout {
-	return model.Layout{Placement: at, Train: true, States: keyText(cfg, "optim.states"), Master: keyText(cfg, "optim.master"), LoRA: adapterOf(cfg),
-		Runner: runnerOptions(cfg), Context: cfg.Model.MaxLen, Exec: execOptions(cfg)}
+	l := model.Layout{Placement: at, Train: true, Recipe: recipeOf(cfg), Runner: runnerOptions(cfg), Context: cfg.Model.MaxLen, Exec: execOptions(cfg)}
+	if a, on := cfg.LoRA.Adapter(); on {
+		l.LoRA = &a
+	}
+	return l
 }
 
 // keyText is the value of a key that holds text, "" when this version has no such key.
@@ -42,14 +46,10 @@ func keyText(cfg Config, key string) string {
 	return s
 }
 
-// adapterOf is the configured adapter, nil without one.
-func adapterOf(cfg Config) *model.LoRA {
-	v, _ := cfg.Value("lora.rank")
-	rank, err := strconv.Atoi(v)
-	if err != nil || rank == 0 {
-		return nil
-	}
-	return &model.LoRA{Rank: rank, Alpha: 1, Targets: []string{model.AllLinear}}
+// recipeOf is the optimiser's storage.
+func recipeOf(cfg Config) model.Recipe {
+	states := map[string]kernels.State{"bf16": kernels.StateBF16, "8bit": kernels.StateU8}
+	return model.Recipe{States: states[keyText(cfg, "optim.states")], HiLo: keyText(cfg, "optim.master") == "hilo"}
 }
 
 // MemoryBudget is the memory that a plan must fit into. Reserve is kept free for what the plan does not count.
@@ -109,19 +109,10 @@ type TokenFLOPs struct {
 
 // PlanMemory works out the memory of a configuration and what fits into the budget.
 func PlanMemory(cfg Config, pl *model.MemoryPlanner, params int64, b MemoryBudget) (*MemoryPlan, error) {
-	l := MemoryLayout(cfg, b.Placement)
-	f, err := pl.Footprint(l)
+	p, f, err := b.plan(cfg, pl, params)
 	if err != nil {
 		return nil, err
 	}
-	p := &MemoryPlan{Placement: b.Placement.String(), Params: params, Context: cfg.Model.MaxLen, Slots: cfg.Rollout.Slots, MicroRows: l.Exec.MaxRows,
-		Recompute: cfg.Model.Recompute, States: cmp.Or(l.States, "fp32"), Master: cmp.Or(l.Master, "fp32"), Lines: f.Lines,
-		Rollout: f.Phase(model.Rollout), Train: f.Phase(model.Training), Peak: f.Peak(), Budget: b.Bytes, Reserve: b.Reserve}
-	if l.LoRA != nil {
-		p.LoRARank = l.LoRA.Rank
-	}
-	p.Headroom = b.Bytes - b.Reserve - p.Peak
-	p.Fits = p.Headroom >= 0
 	if p.MaxSlots, err = b.largestSlots(cfg, pl, f); err != nil {
 		return nil, err
 	}
@@ -132,7 +123,7 @@ func PlanMemory(cfg Config, pl *model.MemoryPlanner, params int64, b MemoryBudge
 			return nil, err
 		}
 	}
-	prog, err := pl.Program(l)
+	prog, err := pl.Program(MemoryLayout(cfg, b.Placement))
 	if err != nil {
 		return nil, err
 	}
@@ -140,6 +131,24 @@ func PlanMemory(cfg Config, pl *model.MemoryPlanner, params int64, b MemoryBudge
 	forward, backward := prog.FLOPs(model.Shapes{Rows: n, Targets: n})
 	p.FLOPs = TokenFLOPs{Forward: forward / float64(n), Train: (forward + backward) / float64(n)}
 	return p, nil
+}
+
+// plan is the plan without what is searched for and the operations.
+func (b MemoryBudget) plan(cfg Config, pl *model.MemoryPlanner, params int64) (*MemoryPlan, *model.Footprint, error) {
+	l := MemoryLayout(cfg, b.Placement)
+	f, err := pl.Footprint(l)
+	if err != nil {
+		return nil, nil, err
+	}
+	p := &MemoryPlan{Placement: b.Placement.String(), Params: params, Context: cfg.Model.MaxLen, Slots: cfg.Rollout.Slots, MicroRows: l.Exec.MaxRows,
+		Recompute: cfg.Model.Recompute, States: cmp.Or(keyText(cfg, "optim.states"), "fp32"), Master: cmp.Or(keyText(cfg, "optim.master"), "fp32"), Lines: f.Lines,
+		Rollout: f.Phase(model.Rollout), Train: f.Phase(model.Training), Peak: f.Peak(), Budget: b.Bytes, Reserve: b.Reserve}
+	if l.LoRA != nil {
+		p.LoRARank = l.LoRA.Rank
+	}
+	p.Headroom = b.Bytes - b.Reserve - p.Peak
+	p.Fits = p.Headroom >= 0
+	return p, f, nil
 }
 
 // maxPlanSlots and maxPlanRows are the largest values the configuration accepts.

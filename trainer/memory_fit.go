@@ -61,7 +61,7 @@ func (m *memoryFit) size(further ...string) (*Resolved, *MemoryPlan, error) {
 		if r, err = m.load(append(sized, "model.recompute="+mode), further...); err != nil {
 			return nil, nil, err
 		}
-		if p, err = PlanMemory(r.Config, m.pl, m.params, m.budget); err != nil {
+		if p, _, err = m.budget.plan(r.Config, m.pl, m.params); err != nil {
 			return nil, nil, err
 		}
 		if p.Fits {
@@ -71,22 +71,33 @@ func (m *memoryFit) size(further ...string) (*Resolved, *MemoryPlan, error) {
 	if !p.Fits {
 		return r, p, nil
 	}
-	rows := p.MaxRows.None
-	if r.Config.Model.Recompute == "layers" {
-		rows = p.MaxRows.Layers
+	rows, err := m.budget.largestRows(r.Config, m.pl)
+	if err != nil {
+		return nil, nil, err
 	}
-	slots := min(p.MaxSlots, fitSlots)
+	most, err := m.mostSlots(r.Config)
+	if err != nil {
+		return nil, nil, err
+	}
+	slots := min(most, fitSlots)
 	sized = append(sized[:2], "model.recompute="+r.Config.Model.Recompute, "model.micro_rows="+strconv.Itoa(max(p.MicroRows, min(rows, fitRows))),
 		"rollout.slots="+strconv.Itoa(slots))
 	if g := r.Config.Rollout.Group; slots > r.Config.Task.PerStep*g {
 		sized = append(sized, "task.per_step="+strconv.Itoa((slots+g-1)/g))
 	}
-	r, err := m.load(sized, further...)
-	if err != nil {
+	if r, err = m.load(sized, further...); err != nil {
 		return nil, nil, err
 	}
 	p, err = PlanMemory(r.Config, m.pl, m.params, m.budget)
 	return r, p, err
+}
+
+func (m *memoryFit) mostSlots(cfg Config) (int, error) {
+	f, err := m.pl.Footprint(MemoryLayout(cfg, m.budget.Placement))
+	if err != nil {
+		return 0, err
+	}
+	return m.budget.largestSlots(cfg, m.pl, f)
 }
 
 // shortfall says what a plan lacks.

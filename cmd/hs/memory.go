@@ -168,6 +168,8 @@ func planHint(p *trainer.MemoryPlan) string {
 		parts = append(parts, fmt.Sprintf("--set rollout.slots=%d", p.MaxSlots))
 	}
 	switch {
+	case p.MaxRows.Layers == 0:
+		parts = append(parts, fmt.Sprintf("weights and optimiser leave no room for an update of 64 rows: less per weight, --set lora.rank=32, a smaller model, or more than %s", gib(p.Budget)))
 	case p.Recompute == "none" && p.MaxRows.None < p.MicroRows && p.MaxRows.Layers >= p.MicroRows:
 		parts = append(parts, "--set model.recompute=layers")
 	case max(p.MaxRows.None, p.MaxRows.Layers) < p.MicroRows:
