@@ -3,6 +3,7 @@ SHELL   := /bin/bash
 SEED    ?= 1
 RUN     ?= demo-$(SEED)
 HS      := build/hs
+PYTHON  ?= build/venv/bin/python
 COMMIT  := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 LDFLAGS := -X main.commit=$(COMMIT)
 # Packages without cgo or heavy native work: the race detector runs on these.
@@ -18,7 +19,7 @@ EMU_OBJ  := $(CU:kernels/cuda/%.cu=build/emu/%.o) build/emu/emu.o
 EMU_FLAGS := -x c++ -std=c++17 -O2 -g1 -Wall -Wextra -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wno-unknown-pragmas \
              -Wno-psabi -include kernels/emu/shim.h
 
-.PHONY: help report build demo test emu cuda cuda-toolchain cuda-check race vet fmt staticcheck check fuzz reference golden tiny bench size clean
+.PHONY: help report build demo test emu cuda cuda-toolchain cuda-check race vet fmt staticcheck check fuzz reference checkpoints golden tiny bench size clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -106,6 +107,13 @@ reference: ## remake the parity fixtures from transformers (Python, ~7 GB of pac
 	python3 -m venv build/venv && build/venv/bin/pip install -q -r tools/reference/requirements.txt
 	build/venv/bin/python tools/reference/reference.py model/testdata/reference
 	build/venv/bin/python tools/reference/lora.py model/testdata/lora
+
+checkpoints: build ## read and write checkpoints both ways with transformers (2 GB in build/checkpoints); LLAMA_CPP=source tree adds llama.cpp
+	rm -rf build/checkpoints && mkdir -p build/checkpoints
+	$(PYTHON) tools/reference/checkpoints.py $(HS) build/checkpoints/hf
+	@if [ -n "$(LLAMA_CPP)" ]; then set -e; $(HS) sft --unpack build/checkpoints/tiny; \
+	  $(HS) convert --ckpt build/checkpoints/tiny --dtype f32 --out build/checkpoints/out; \
+	  $(PYTHON) tools/peers/llamacpp.py $(HS) build/checkpoints/out $(LLAMA_CPP) build/checkpoints/gguf --pre qwen35; fi
 
 golden: ## refresh golden files
 	go test ./env/harness -update

@@ -463,6 +463,9 @@ func (c *Config) flat(dtype string) []byte {
 	set("dtype", dtype)
 	set("layer_types", types)
 	set("tie_word_embeddings", c.TieEmbeddings)
+	if _, ok := m["mtp_num_hidden_layers"]; ok {
+		set("mtp_num_hidden_layers", 0) // its weights are not written
+	}
 	b, err := json.MarshalIndent(m, "", "  ")
 	if err != nil {
 		panic(fmt.Sprintf("encode config: %v", err)) // m holds only valid JSON

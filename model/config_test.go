@@ -158,3 +158,18 @@ func TestProblemsAreCapped(t *testing.T) {
 		t.Errorf("%d lines, the last %q", len(lines), lines[len(lines)-1])
 	}
 }
+
+// TestTextOnlyConfigHasNoMTP checks that a configuration written for text weights alone does not promise the head for speculation, which
+// other programs would then look for.
+func TestTextOnlyConfigHasNoMTP(t *testing.T) {
+	cfg, err := ParseConfig([]byte(nestedConfig(t, smallConfig(true))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if text := string(cfg.JSON()); !strings.Contains(text, `"mtp_num_hidden_layers": 0`) {
+		t.Errorf("config.json is %s", text)
+	}
+	if text := string(smallConfig(true).JSON()); strings.Contains(text, "mtp") {
+		t.Errorf("config.json is %s", text)
+	}
+}

@@ -40,7 +40,8 @@ func LikeNames() []string {
 
 // Like returns the config.json of a released size with the first layers of its layers, in the published form, and what it says; layers 0
 // keeps all. dtype is F32 or BF16. Three linear layers are followed by a full one, so a multiple of four keeps the published proportion.
-// The text model alone is described: there is no vision_config, and the weights have neither a vision tower nor the layer for speculation.
+// The text model alone is described: there is no vision_config, and the weights have neither a vision tower nor the layer for speculation, and
+// mtp_num_hidden_layers says so.
 func Like(name string, layers int, dtype string) (text []byte, cfg *Config, err error) {
 	for _, s := range releases {
 		if s.name != name {
@@ -93,7 +94,7 @@ func (s shape) config(layers int, dtype string) map[string]any {
 		"linear_conv_kernel_dim": 4, "linear_num_key_heads": 16, "linear_num_value_heads": s.valueHeads,
 		"linear_key_head_dim": 128, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
 		"max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "use_cache": true,
-		"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false,
+		"mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": false,
 		"rope_parameters": map[string]any{"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
 			"mrope_section": []int{11, 11, 10}, "mrope_interleaved": true},
 	}
