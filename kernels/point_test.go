@@ -249,8 +249,16 @@ func TestEmbedGather(t *testing.T) {
 }
 
 func TestSlotCopy(t *testing.T) {
-	r := newRig(t, F32, Options{Threads: 2})
-	const slots, bytes = 6, 40004
+	eachRig(t, func(t *testing.T, r *rig) {
+		for _, bytes := range []int{4096, 40004, 7} { // 16 bytes at a time, or one by one
+			slotCopy(t, r, bytes)
+		}
+	})
+}
+
+func slotCopy(t *testing.T, r *rig, bytes int) {
+	t.Helper()
+	const slots = 6
 	data := make([]byte, slots*bytes)
 	for i := range data {
 		data[i] = byte(i * 7 / 5)
@@ -258,7 +266,7 @@ func TestSlotCopy(t *testing.T) {
 	base := r.raw(len(data))
 	r.st.Upload(base, data)
 	src, dst := []int32{0, 3, -1, 4, 5}, []int32{3, 2, 0, 4, 1}
-	r.st.SlotCopy(&SlotCopyArgs{N: 5, Bytes: bytes, Src: r.ints(src), Dst: r.ints(dst), Base: base})
+	r.st.SlotCopy(&SlotCopyArgs{N: 5, Bytes: int64(bytes), Src: r.ints(src), Dst: r.ints(dst), Base: base})
 	at := func(b []byte, i int32) []byte { return b[int(i)*bytes : int(i+1)*bytes] }
 	for i := range src { // in order: slot 3 is written first, then read
 		if src[i] < 0 {
@@ -273,7 +281,7 @@ func TestSlotCopy(t *testing.T) {
 		t.Fatal(err)
 	}
 	if string(got) != string(data) {
-		t.Error("slots differ from copying one by one")
+		t.Errorf("slots of %d bytes differ from copying one by one", bytes)
 	}
 }
 

@@ -15,6 +15,11 @@ type convIn struct{ p, a, b, w, aLog, dt []float64 }
 func (x convIn) list() [][]float64 { return [][]float64{x.p, x.a, x.b, x.w, x.aLog, x.dt} }
 func convOf(l [][]float64) convIn  { return convIn{l[0], l[1], l[2], l[3], l[4], l[5]} }
 
+// rounded is x as the rig stores it.
+func (x convIn) rounded(r *rig) convIn {
+	return convIn{r.round(x.p), r.round(x.a), r.round(x.b), r.round(x.w), r.round32(x.aLog), r.round(x.dt)}
+}
+
 func (x convIn) rows(l lin, rows []int) convIn {
 	return convIn{split(x.p, l.conv(), rows), split(x.a, l.nv, rows), split(x.b, l.nv, rows), x.w, x.aLog, x.dt}
 }
@@ -27,14 +32,14 @@ func randConv(g *rand.Rand, l lin, T int) convIn {
 func (r *rig) convgate(f *Forest, l lin, x convIn, state []float64) gdnConv {
 	T := f.NumRows
 	a := &ConvGateArgs{T: int64(T), NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), Eps: convEps, F: r.forest(f),
-		P: r.put(x.p), A: r.put(x.a), B: r.put(x.b), W: r.put(x.w), ALog: r.put(x.aLog), DTBias: r.put(x.dt)}
+		P: r.put(x.p), A: r.put(x.a), B: r.put(x.b), W: r.put(x.w), ALog: r.put32(x.aLog), DTBias: r.put(x.dt)}
 	nq, nv, nb := T*l.nk*l.dk, T*l.nv*l.dv, T*l.nv
-	a.Q, a.K, a.V, a.Beta, a.G = r.out(nq), r.out(nq), r.out(nv), r.out(nb), r.out(nb)
+	a.Q, a.K, a.V, a.Beta, a.G = r.out(nq), r.out(nq), r.out(nv), r.out32(nb), r.out32(nb)
 	if state != nil {
 		a.ConvState = r.put(state)
 	}
 	r.run(OpConvGate, a)
-	return gdnConv{gdnIn{r.get(a.Q, nq), r.get(a.K, nq), r.get(a.V, nv), r.get(a.Beta, nb), r.get(a.G, nb)}, r.get(a.ConvState, len(state))}
+	return gdnConv{gdnIn{r.get(a.Q, nq), r.get(a.K, nq), r.get(a.V, nv), r.get32(a.Beta, nb), r.get32(a.G, nb)}, r.get(a.ConvState, len(state))}
 }
 
 type gdnConv struct {
@@ -46,26 +51,26 @@ func (r *rig) convgateStep(l lin, x convIn, slots []int32, state []float64) gdnC
 	B := len(slots)
 	nq, nv, nb := B*l.nk*l.dk, B*l.nv*l.dv, B*l.nv
 	a := &ConvGateStepArgs{B: int64(B), NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), Eps: convEps, Slot: r.ints(slots),
-		P: r.put(x.p), A: r.put(x.a), B_: r.put(x.b), W: r.put(x.w), ALog: r.put(x.aLog), DTBias: r.put(x.dt),
-		Q: r.out(nq), K: r.out(nq), V: r.out(nv), Beta: r.out(nb), G: r.out(nb), ConvState: r.put(state)}
+		P: r.put(x.p), A: r.put(x.a), B_: r.put(x.b), W: r.put(x.w), ALog: r.put32(x.aLog), DTBias: r.put(x.dt),
+		Q: r.out(nq), K: r.out(nq), V: r.out(nv), Beta: r.out32(nb), G: r.out32(nb), ConvState: r.put(state)}
 	r.run(OpConvGateStep, a)
-	return gdnConv{gdnIn{r.get(a.Q, nq), r.get(a.K, nq), r.get(a.V, nv), r.get(a.Beta, nb), r.get(a.G, nb)}, r.get(a.ConvState, len(state))}
+	return gdnConv{gdnIn{r.get(a.Q, nq), r.get(a.K, nq), r.get(a.V, nv), r.get32(a.Beta, nb), r.get32(a.G, nb)}, r.get(a.ConvState, len(state))}
 }
 
 // convgateBwd returns the gradients of p, a, b, w, A_log, dt_bias; the weight gradients start from acc to see that they are added to.
 func (r *rig) convgateBwd(f *Forest, l lin, x convIn, d gdnIn) [][]float64 {
 	T, C := f.NumRows, l.conv()
 	a := &ConvGateBwdArgs{T: int64(T), NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), Eps: convEps, F: r.forest(f),
-		P: r.put(x.p), A: r.put(x.a), B: r.put(x.b), W: r.put(x.w), ALog: r.put(x.aLog), DTBias: r.put(x.dt),
-		DQ: r.put(d.q), DK_: r.put(d.k), DV_: r.put(d.v), DBeta: r.put(d.beta), DG: r.put(d.g)}
+		P: r.put(x.p), A: r.put(x.a), B: r.put(x.b), W: r.put(x.w), ALog: r.put32(x.aLog), DTBias: r.put(x.dt),
+		DQ: r.put(d.q), DK_: r.put(d.k), DV_: r.put(d.v), DBeta: r.put32(d.beta), DG: r.put32(d.g)}
 	one := make([]float64, C*4)
 	for i := range one {
 		one[i] = 1
 	}
 	a.DP, a.DA, a.DB = r.out(T*C), r.out(T*l.nv), r.out(T*l.nv)
-	a.DW, a.DALog, a.DDTBias = r.put(one), r.put(one[:l.nv]), r.put(one[:l.nv])
+	a.DW, a.DALog, a.DDTBias = r.put32(one), r.put32(one[:l.nv]), r.put32(one[:l.nv])
 	r.run(OpConvGateBwd, a)
-	out := [][]float64{r.get(a.DP, T*C), r.get(a.DA, T*l.nv), r.get(a.DB, T*l.nv), r.get(a.DW, C*4), r.get(a.DALog, l.nv), r.get(a.DDTBias, l.nv)}
+	out := [][]float64{r.get(a.DP, T*C), r.get(a.DA, T*l.nv), r.get(a.DB, T*l.nv), r.get32(a.DW, C*4), r.get32(a.DALog, l.nv), r.get32(a.DDTBias, l.nv)}
 	for _, w := range out[3:] {
 		for i := range w {
 			w[i]--
@@ -182,8 +187,45 @@ func TestConvGateForest(t *testing.T) {
 						near(t, lv+" d"+convNames[i], got, d[i], 1e-5)
 					}
 				}
+				eachEmu(t, func(t *testing.T, r *rig) { checkConvEmu(t, r, f, l, x, up) })
 			})
 		}
+	}
+}
+
+// checkConvEmu compares forward and backward with the CPU's in float64 on the inputs as the rig stores them. Float32 results carry a few
+// roundings of sums over four taps and dk channels; what is stored as bfloat16 carries its half unit in the last place.
+func checkConvEmu(t *testing.T, r *rig, f *Forest, l lin, x convIn, up gdnIn) {
+	t.Helper()
+	ref := newRig(t, F64, Options{Threads: 2})
+	defer ref.close()
+	x, up = x.rounded(r), up.rounded(r)
+	want, wantD := ref.convgate(f, l, x, nil).list(), ref.convgateBwd(f, l, x, up)
+	for i, got := range r.convgate(f, l, x, nil).list() {
+		tol := 2e-6
+		if i < 3 {
+			tol = max(tol, tolOf(r.dt))
+		}
+		near(t, []string{"q", "k", "v", "beta", "g"}[i], got, want[i], tol)
+	}
+	for i, got := range r.convgateBwd(f, l, x, up) {
+		tol := 1e-5
+		if i < 3 {
+			tol = max(tol, tolOf(r.dt))
+		}
+		near(t, "d"+convNames[i], got, wantD[i], tol)
+	}
+}
+
+// TestConvGateWide: the widths of the real models, heads wider than a warp's 128 channels, and rows that cannot be read in packs.
+func TestConvGateWide(t *testing.T) {
+	for _, l := range []lin{{2, 128, 4, 128}, {1, 130, 2, 65}, {1, 512, 1, 520}, {1, 132, 1, 4}} {
+		t.Run(fmt.Sprint(l), func(t *testing.T) {
+			f := mkForest(t, nil, [2]int{37, -1}, [2]int{1, 0}, [2]int{2, 1}, [2]int{36, 0})
+			g := rand.New(rand.NewPCG(9, 6))
+			x, up := randConv(g, l, f.NumRows), randGDN(g, l, f.NumRows)
+			eachEmu(t, func(t *testing.T, r *rig) { checkConvEmu(t, r, f, l, x, up) })
+		})
 	}
 }
 
@@ -192,45 +234,62 @@ func TestConvGateSlots(t *testing.T) {
 	l := lin{2, 8, 2, 12}
 	const T = 11
 	g := rand.New(rand.NewPCG(1, 7))
-	x, C := randConv(g, l, T), l.conv()
+	x := randConv(g, l, T)
 	for _, dt := range []DType{F64, F32} {
-		r := newRig(t, dt, Options{Threads: 2})
-		state := randn(g, 2*C*3, 1)
-		init := append([]float64{}, state[3*C:]...)
-		whole := r.convgate(mkForest(t, []int32{1}, [2]int{T, -1}), l, x, state)
-		want := naiveConv(l, x, T, init)
-		for i, got := range whole.gdnIn.list() {
-			near(t, "from a slot", got, want.list()[i], map[DType]float64{F64: 1e-12, F32: 2e-6}[dt])
-		}
-		near(t, "state", whole.state[3*C:], x.p[(T-3)*C:], 1e-6)
-		same(t, "other slot", r.round(whole.state[:3*C]), r.round(state[:3*C]))
-		for _, cuts := range [][]int{{1, 2, 3}, {2, 5}, {3, 4, 11}, {1}, {10, 11}, {4, 6}} {
-			st := state
-			var parts [5][]float64
-			at := 0
-			add := func(y gdnConv) {
-				st = y.state
-				for i, p := range y.gdnIn.list() {
-					parts[i] = append(parts[i], p...)
-				}
-			}
-			for _, c := range cuts {
-				rows := make([]int, c-at)
-				for i := range rows {
-					rows[i] = at + i
-				}
-				add(r.convgate(mkForest(t, []int32{1}, [2]int{c - at, -1}), l, x.rows(l, rows), st))
-				at = c
-			}
-			for ; at < T; at++ {
-				add(r.convgateStep(l, x.rows(l, []int{at}), []int32{1}, st))
-			}
-			for i := range parts {
-				same(t, fmt.Sprintf("%v cuts %v output %d", dt, cuts, i), parts[i], whole.gdnIn.list()[i])
-			}
-			same(t, fmt.Sprintf("%v cuts %v state", dt, cuts), st, whole.state)
-		}
+		convSplits(t, newRig(t, dt, Options{Threads: 2}), l, T, x)
 	}
+	eachEmu(t, func(t *testing.T, r *rig) { convSplits(t, r, l, T, x) })
+}
+
+func convSplits(t *testing.T, r *rig, l lin, T int, x convIn) {
+	t.Helper()
+	x = x.rounded(r)
+	C := l.conv()
+	g := rand.New(rand.NewPCG(1, 8))
+	state := r.round(randn(g, 2*C*3, 1))
+	init := append([]float64{}, state[3*C:]...)
+	whole := r.convgate(mkForest(t, []int32{1}, [2]int{T, -1}), l, x, state)
+	want := naiveConv(l, x, T, init)
+	for i, got := range whole.gdnIn.list() {
+		tol := map[DType]float64{F64: 1e-12, F32: 2e-6, BF16: 2e-6}[r.dt]
+		if i < 3 {
+			tol = max(tol, tolOf(r.dt))
+		}
+		near(t, "from a slot", got, want.list()[i], tol)
+	}
+	same(t, "state", whole.state[3*C:], r.round(x.p[(T-3)*C:]))
+	same(t, "other slot", whole.state[:3*C], r.round(state[:3*C]))
+	for _, cuts := range [][]int{{1, 2, 3}, {2, 5}, {3, 4, 11}, {1}, {10, 11}, {4, 6}} {
+		st := state
+		var parts [5][]float64
+		at := 0
+		add := func(y gdnConv) {
+			st = y.state
+			for i, p := range y.gdnIn.list() {
+				parts[i] = append(parts[i], p...)
+			}
+		}
+		for _, c := range cuts {
+			add(r.convgate(mkForest(t, []int32{1}, [2]int{c - at, -1}), l, x.rows(l, span(at, c)), st))
+			at = c
+		}
+		for ; at < T; at++ {
+			add(r.convgateStep(l, x.rows(l, []int{at}), []int32{1}, st))
+		}
+		for i := range parts {
+			same(t, fmt.Sprintf("%v cuts %v output %d", r.dt, cuts, i), parts[i], whole.gdnIn.list()[i])
+		}
+		same(t, fmt.Sprintf("%v cuts %v state", r.dt, cuts), st, whole.state)
+	}
+}
+
+// span lists the rows from a up to b.
+func span(a, b int) []int {
+	rows := make([]int, b-a)
+	for i := range rows {
+		rows[i] = a + i
+	}
+	return rows
 }
 
 // round gives xs the rounding that put and get would.
@@ -251,8 +310,6 @@ func TestConvGateBits(t *testing.T) {
 	y.w, y.aLog, y.dt = x.w, x.aLog, x.dt
 	up := randGDN(g, l, fa.NumRows)
 	upY := randGDN(g, l, 77)
-	r := newRig(t, F32, Options{Threads: 1})
-	o, d := r.convgate(fa, l, x, nil), r.convgateBwd(fa, l, x, up)
 	both := append(append([][2]int{}, pad...), [2]int{2, -1}, [2]int{3, 1}, [2]int{40, 1}, [2]int{1, 2})
 	cat := func(a, b [][]float64) [][]float64 {
 		var out [][]float64
@@ -262,10 +319,10 @@ func TestConvGateBits(t *testing.T) {
 		return out
 	}
 	z := convOf(append(cat(y.list()[:3], x.list()[:3]), x.w, x.aLog, x.dt))
-	for _, threads := range []int{1, 2, 3} {
-		r := newRig(t, F32, Options{Threads: threads})
+	check := func(t *testing.T, alone, packed *rig) {
+		o, d := alone.convgate(fa, l, x, nil), alone.convgateBwd(fa, l, x, up)
 		fb := mkForest(t, nil, both...)
-		ob, db := r.convgate(fb, l, z, nil), r.convgateBwd(fb, l, z, gdnOf(cat(upY.list(), up.list())))
+		ob, db := packed.convgate(fb, l, z, nil), packed.convgateBwd(fb, l, z, gdnOf(cat(upY.list(), up.list())))
 		for i, got := range ob.gdnIn.list() {
 			want := o.gdnIn.list()[i]
 			same(t, fmt.Sprintf("output %d", i), got[len(got)-len(want):], want)
@@ -274,4 +331,9 @@ func TestConvGateBits(t *testing.T) {
 			same(t, "d"+convNames[i], db[i][len(db[i])-len(d[i]):], d[i])
 		}
 	}
+	r := newRig(t, F32, Options{Threads: 1})
+	for _, threads := range []int{1, 2, 3} {
+		check(t, r, newRig(t, F32, Options{Threads: threads}))
+	}
+	eachEmu(t, func(t *testing.T, r *rig) { check(t, r, r) })
 }

@@ -17,6 +17,11 @@ type gdnIn struct{ q, k, v, beta, g []float64 }
 func (x gdnIn) list() [][]float64 { return [][]float64{x.q, x.k, x.v, x.beta, x.g} }
 func gdnOf(l [][]float64) gdnIn   { return gdnIn{l[0], l[1], l[2], l[3], l[4]} }
 
+// rounded is x as the rig stores it.
+func (x gdnIn) rounded(r *rig) gdnIn {
+	return gdnIn{r.round(x.q), r.round(x.k), r.round(x.v), r.round32(x.beta), r.round32(x.g)}
+}
+
 func randGDN(g *rand.Rand, l lin, T int) gdnIn {
 	x := gdnIn{q: randn(g, T*l.nk*l.dk, 0.3), k: randn(g, T*l.nk*l.dk, 1), v: randn(g, T*l.nv*l.dv, 1), beta: make([]float64, T*l.nv), g: make([]float64, T*l.nv)}
 	for i := range T * l.nk { // unit keys, as the conv op makes them
@@ -37,24 +42,24 @@ func randGDN(g *rand.Rand, l lin, T int) gdnIn {
 
 func (r *rig) gdn(f *Forest, l lin, x gdnIn, rec []float64) (o, states, recOut []float64) {
 	a := &GDNArgs{T: int64(f.NumRows), NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), F: r.forest(f),
-		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put(x.beta), G: r.put(x.g)}
+		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put32(x.beta), G: r.put32(x.g)}
 	no, ns := f.NumRows*l.nv*l.dv, (f.NumChunks+f.NumSeg)*l.nv*l.dk*l.dv
-	a.O, a.States = r.out(no), r.out(ns)
+	a.O, a.States = r.out(no), r.out32(ns)
 	if rec != nil {
-		a.RecState = r.put(rec)
+		a.RecState = r.put32(rec)
 	}
 	r.run(OpGDN, a)
-	return r.get(a.O, no), r.get(a.States, ns), r.get(a.RecState, len(rec))
+	return r.get(a.O, no), r.get32(a.States, ns), r.get32(a.RecState, len(rec))
 }
 
 func (r *rig) gdnBwd(f *Forest, l lin, x gdnIn, states, do []float64) gdnIn {
 	T := f.NumRows
 	a := &GDNBwdArgs{T: int64(T), NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), F: r.forest(f),
-		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put(x.beta), G: r.put(x.g), States: r.put(states), DO: r.put(do)}
+		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put32(x.beta), G: r.put32(x.g), States: r.put32(states), DO: r.put(do)}
 	nq, nv, nb := T*l.nk*l.dk, T*l.nv*l.dv, T*l.nv
-	a.DQ, a.DK_, a.DV_, a.DBeta, a.DG = r.out(nq), r.out(nq), r.out(nv), r.out(nb), r.out(nb)
+	a.DQ, a.DK_, a.DV_, a.DBeta, a.DG = r.out(nq), r.out(nq), r.out(nv), r.out32(nb), r.out32(nb)
 	r.run(OpGDNBwd, a)
-	return gdnIn{r.get(a.DQ, nq), r.get(a.DK_, nq), r.get(a.DV_, nv), r.get(a.DBeta, nb), r.get(a.DG, nb)}
+	return gdnIn{r.get(a.DQ, nq), r.get(a.DK_, nq), r.get(a.DV_, nv), r.get32(a.DBeta, nb), r.get32(a.DG, nb)}
 }
 
 // naiveGDN is the recurrent form (model.md 3.5) over one sequence; S0 [nv, dk, dv] is updated in place.
@@ -288,10 +293,10 @@ func TestGDNBits(t *testing.T) {
 func (r *rig) gdnStep(l lin, x gdnIn, slots []int32, rec []float64) (o, recOut []float64) {
 	B := len(slots)
 	a := &GDNStepArgs{NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), Slot: r.ints(slots),
-		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put(x.beta), G: r.put(x.g), O: r.out(B * l.nv * l.dv), RecState: r.put(rec)}
+		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put32(x.beta), G: r.put32(x.g), O: r.out(B * l.nv * l.dv), RecState: r.put32(rec)}
 	a.B = int64(B)
 	r.run(OpGDNStep, a)
-	return r.get(a.O, B*l.nv*l.dv), r.get(a.RecState, len(rec))
+	return r.get(a.O, B*l.nv*l.dv), r.get32(a.RecState, len(rec))
 }
 
 // TestGDNSlots: a prefill split at any points, then steps, equals the full forward; states move through slots.
