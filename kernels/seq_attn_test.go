@@ -13,16 +13,16 @@ type att struct{ nh, nkv, hd int }
 func (r *rig) attn(f *Forest, h att, q, k, v []float64) (o, lse []float64) {
 	T := f.NumRows
 	a := &AttnArgs{T: int64(T), NH: int64(h.nh), NKV: int64(h.nkv), HD: int64(h.hd), F: r.forest(f), Q: r.put(q), K: r.put(k), V: r.put(v),
-		O: r.out(T * h.nh * h.hd), LSE: r.out(T * h.nh)}
+		O: r.out(T * h.nh * h.hd), LSE: r.out32(T * h.nh)}
 	r.run(OpAttn, a)
-	return r.get(a.O, T*h.nh*h.hd), r.get(a.LSE, T*h.nh)
+	return r.get(a.O, T*h.nh*h.hd), r.get32(a.LSE, T*h.nh)
 }
 
 func (r *rig) attnBwd(f *Forest, h att, q, k, v, o, lse, do []float64) [][]float64 {
 	T := f.NumRows
 	nq, nk := T*h.nh*h.hd, T*h.nkv*h.hd
 	a := &AttnBwdArgs{T: int64(T), NH: int64(h.nh), NKV: int64(h.nkv), HD: int64(h.hd), F: r.forest(f), Q: r.put(q), K: r.put(k), V: r.put(v),
-		O: r.put(o), LSE: r.put(lse), DO: r.put(do), DQ: r.out(nq), DK: r.out(nk), DV: r.out(nk)}
+		O: r.put(o), LSE: r.put32(lse), DO: r.put(do), DQ: r.out(nq), DK: r.out(nk), DV: r.out(nk)}
 	r.run(OpAttnBwd, a)
 	return [][]float64{r.get(a.DQ, nq), r.get(a.DK, nk), r.get(a.DV, nk)}
 }
@@ -177,7 +177,7 @@ func TestAttnPrep(t *testing.T) {
 	for _, c := range []struct {
 		att
 		rot int
-	}{{att{4, 2, 32}, 8}, {att{2, 1, 10}, 6}, {att{2, 2, 16}, 16}, {att{1, 1, 64}, 40}, {att{2, 1, 8}, 0}} {
+	}{{att{4, 2, 32}, 8}, {att{2, 1, 10}, 6}, {att{2, 2, 16}, 16}, {att{1, 1, 64}, 40}, {att{2, 1, 8}, 0}, {att{16, 4, 256}, 64}} {
 		t.Run(fmt.Sprint(c), func(t *testing.T) {
 			h, T := c.att, 300
 			if h.hd > 32 {
@@ -188,103 +188,122 @@ func TestAttnPrep(t *testing.T) {
 			for i := range pos {
 				pos[i] = int32(i * i % 40000)
 			}
-			qg, kin, wq, wk := randn(g, T*h.nh*2*h.hd, 1), randn(g, T*h.nkv*h.hd, 1), randn(g, h.hd, 0.3), randn(g, h.hd, 0.3)
-			var wantQ, wantK []float64
-			for i := range T {
-				for j := range h.nh {
-					wantQ = append(wantQ, naivePrep(qg[(i*h.nh+j)*2*h.hd:][:h.hd], wq, c.rot, 1e7, pos[i])...)
+			in := prepIn{randn(g, T*h.nh*2*h.hd, 1), randn(g, h.hd, 0.3), randn(g, T*h.nkv*h.hd, 1), randn(g, h.hd, 0.3), randn(g, T*h.nh*h.hd, 1), randn(g, T*h.nkv*h.hd, 1)}
+			naive := func(in prepIn) (q, k []float64) {
+				for i := range T {
+					for j := range h.nh {
+						q = append(q, naivePrep(in.qg[(i*h.nh+j)*2*h.hd:][:h.hd], in.wq, c.rot, 1e7, pos[i])...)
+					}
+					for j := range h.nkv {
+						k = append(k, naivePrep(in.kin[(i*h.nkv+j)*h.hd:][:h.hd], in.wk, c.rot, 1e7, pos[i])...)
+					}
 				}
-				for j := range h.nkv {
-					wantK = append(wantK, naivePrep(kin[(i*h.nkv+j)*h.hd:][:h.hd], wk, c.rot, 1e7, pos[i])...)
-				}
+				return q, k
 			}
-			r := newRig(t, F64, Options{Threads: 2})
-			q, k := r.prep(h, c.rot, 1e7, pos, qg, kin, wq, wk)
+			wantQ, wantK := naive(in)
+			f64 := newRig(t, F64, Options{Threads: 2})
+			q, k := f64.prep(h, c.rot, 1e7, pos, in.qg, in.kin, in.wq, in.wk)
 			near(t, "q", q, wantQ, 1e-12)
 			near(t, "k", k, wantK, 1e-12)
-			dq, dk := randn(g, len(q), 1), randn(g, len(k), 1)
-			bwd := func(r *rig, nh, nkv int) [][]float64 {
-				mark := make([]float64, len(qg)) // the gate half must stay
-				for i := range mark {
-					mark[i] = 7
-				}
-				a := &AttnPrepBwdArgs{T: int64(T), NH: int64(nh), NKV: int64(nkv), HD: int64(h.hd), Rot: int64(c.rot), Theta: 1e7, Eps: 1e-6, RopePos: r.ints(pos)}
-				if nh > 0 {
-					a.QG, a.WQ, a.DQ, a.DQG, a.DWQ = r.put(qg), r.put(wq), r.put(dq), r.put(mark), r.put(make([]float64, h.hd))
-				}
-				if nkv > 0 {
-					a.KIn, a.WK, a.DK, a.DKIn, a.DWK = r.put(kin), r.put(wk), r.put(dk), r.out(len(kin)), r.put(make([]float64, h.hd))
-				}
-				r.run(OpAttnPrepBwd, a)
-				var out [][]float64
-				if nh > 0 {
-					dqg := r.get(a.DQG, len(qg))
-					for i, x := range dqg {
-						if i/h.hd%2 == 1 {
-							if x != 7 {
-								t.Fatal("the gate half of dqg was written")
-							}
-							dqg[i] = 0
-						}
-					}
-					out = append(out, dqg, r.get(a.DWQ, h.hd))
-				}
-				if nkv > 0 {
-					out = append(out, r.get(a.DKIn, len(kin)), r.get(a.DWK, h.hd))
-				}
-				return out
-			}
-			d := bwd(r, h.nh, h.nkv)
-			same(t, "query part alone", bwd(r, h.nh, 0)[0], d[0])
-			same(t, "key part alone", bwd(r, 0, h.nkv)[0], d[2])
-			checkGrads(t, []string{"qg", "wq", "kin", "wk"}, [][]float64{qg, wq, kin, wk}, [][]float64{dq, dk}, d, func(in [][]float64) [][]float64 {
-				defer r.free()
-				q, k := r.prep(h, c.rot, 1e7, pos, in[0], in[2], in[1], in[3])
+			d := f64.prepBwd(h, c.rot, 1e7, pos, in, true, true)
+			same(t, "query part alone", f64.prepBwd(h, c.rot, 1e7, pos, in, true, false)[0], d[0])
+			same(t, "key part alone", f64.prepBwd(h, c.rot, 1e7, pos, in, false, true)[0], d[2])
+			checkGrads(t, []string{"qg", "wq", "kin", "wk"}, [][]float64{in.qg, in.wq, in.kin, in.wk}, [][]float64{in.dq, in.dk}, d, func(x [][]float64) [][]float64 {
+				defer f64.free()
+				q, k := f64.prep(h, c.rot, 1e7, pos, x[0], x[2], x[1], x[3])
 				return [][]float64{q, k}
 			})
 			for _, lv := range levels() {
 				r := newRig(t, F32, Options{Threads: 2, SIMD: lv})
-				q, k := r.prep(h, c.rot, 1e7, pos, qg, kin, wq, wk)
+				q, k := r.prep(h, c.rot, 1e7, pos, in.qg, in.kin, in.wq, in.wk)
 				near(t, lv+" q", q, wantQ, 1e-6)
 				near(t, lv+" k", k, wantK, 1e-6)
-				for i, gr := range bwd(r, h.nh, h.nkv) {
+				for i, gr := range r.prepBwd(h, c.rot, 1e7, pos, in, true, true) {
 					near(t, lv+" d"+[]string{"qg", "wq", "kin", "wk"}[i], gr, d[i], 3e-6)
 				}
 			}
+			eachEmu(t, func(t *testing.T, r *rig) {
+				x := prepIn{r.round(in.qg), r.round(in.wq), r.round(in.kin), r.round(in.wk), r.round(in.dq), r.round(in.dk)}
+				wantQ, wantK := naive(x)
+				q, k := r.prep(h, c.rot, 1e7, pos, x.qg, x.kin, x.wq, x.wk)
+				near(t, "q", q, wantQ, tolOf(r.dt))
+				near(t, "k", k, wantK, tolOf(r.dt))
+				want, got := f64.prepBwd(h, c.rot, 1e7, pos, x, true, true), r.prepBwd(h, c.rot, 1e7, pos, x, true, true)
+				for i, tol := range []float64{tolOf(r.dt), r.tol32(), tolOf(r.dt), r.tol32()} { // f32 sums of up to T*nh terms for the weights
+					near(t, "d"+[]string{"qg", "wq", "kin", "wk"}[i], got[i], want[i], 3*tol)
+				}
+				same(t, "query part alone", r.prepBwd(h, c.rot, 1e7, pos, x, true, false)[0], got[0])
+				same(t, "key part alone", r.prepBwd(h, c.rot, 1e7, pos, x, false, true)[0], got[2])
+			})
 		})
 	}
 }
 
+// prepIn is what attnprep and its backward read.
+type prepIn struct{ qg, wq, kin, wk, dq, dk []float64 }
+
+// prepBwd runs the query part, the key part or both and returns dqg (gate half 0) and dwq, then dkin and dwk.
+func (r *rig) prepBwd(h att, rot int, theta float64, pos []int32, in prepIn, query, key bool) [][]float64 {
+	mark := make([]float64, len(in.qg)) // the gate half must stay
+	for i := range mark {
+		mark[i] = 7
+	}
+	a := &AttnPrepBwdArgs{T: int64(len(pos)), HD: int64(h.hd), Rot: int64(rot), Theta: theta, Eps: 1e-6, RopePos: r.ints(pos)}
+	if query {
+		a.NH, a.QG, a.WQ, a.DQ, a.DQG, a.DWQ = int64(h.nh), r.put(in.qg), r.put(in.wq), r.put(in.dq), r.put(mark), r.put32(make([]float64, h.hd))
+	}
+	if key {
+		a.NKV, a.KIn, a.WK, a.DK, a.DKIn, a.DWK = int64(h.nkv), r.put(in.kin), r.put(in.wk), r.put(in.dk), r.out(len(in.kin)), r.put32(make([]float64, h.hd))
+	}
+	r.run(OpAttnPrepBwd, a)
+	var out [][]float64
+	if query {
+		dqg := r.get(a.DQG, len(in.qg))
+		for i, x := range dqg {
+			if i/h.hd%2 == 1 {
+				if x != 7 {
+					r.t.Fatal("the gate half of dqg was written")
+				}
+				dqg[i] = 0
+			}
+		}
+		out = append(out, dqg, r.get32(a.DWQ, h.hd))
+	}
+	if key {
+		out = append(out, r.get(a.DKIn, len(in.kin)), r.get32(a.DWK, h.hd))
+	}
+	return out
+}
+
 func TestGate(t *testing.T) {
-	for _, h := range []att{{4, 1, 32}, {3, 1, 5}} {
+	for _, h := range []att{{4, 1, 32}, {3, 1, 5}, {2, 1, 256}} {
 		const T = 70
 		g := rand.New(rand.NewPCG(2, 2))
 		n := T * h.nh * h.hd
-		o, qg, dy := randn(g, n, 1), randn(g, 2*n, 2), randn(g, n, 1)
+		in := [][]float64{randn(g, n, 1), randn(g, 2*n, 2), randn(g, n, 1)} // o, qg, dy
 		run := func(r *rig, in [][]float64) []float64 {
 			a := &GateArgs{T: T, NH: int64(h.nh), HD: int64(h.hd), O: r.put(in[0]), QG: r.put(in[1]), Y: r.out(n)}
 			r.run(OpGate, a)
 			return r.get(a.Y, n)
 		}
-		bwd := func(r *rig) [][]float64 {
-			a := &GateBwdArgs{T: T, NH: int64(h.nh), HD: int64(h.hd), O: r.put(o), QG: r.put(qg), DY: r.put(dy), DO: r.out(n), DQG: r.put(make([]float64, 2*n))}
+		bwd := func(r *rig, in [][]float64) [][]float64 {
+			a := &GateBwdArgs{T: T, NH: int64(h.nh), HD: int64(h.hd), O: r.put(in[0]), QG: r.put(in[1]), DY: r.put(in[2]), DO: r.out(n), DQG: r.put(make([]float64, 2*n))}
 			r.run(OpGateBwd, a)
 			return [][]float64{r.get(a.DO, n), r.get(a.DQG, 2*n)}
 		}
-		want := make([]float64, n)
-		for i := range want {
-			want[i] = o[i] / (1 + math.Exp(-qg[i/h.hd*2*h.hd+h.hd+i%h.hd]))
-		}
-		r := newRig(t, F64, Options{Threads: 2})
-		near(t, "y", run(r, [][]float64{o, qg}), want, 1e-13)
-		d := bwd(r)
-		checkGrads(t, []string{"o", "qg"}, [][]float64{o, qg}, [][]float64{dy}, d, func(in [][]float64) [][]float64 { return [][]float64{run(r, in)} })
-		for _, lv := range levels() {
-			r := newRig(t, F32, Options{Threads: 2, SIMD: lv})
-			near(t, lv, run(r, [][]float64{o, qg}), want, 1e-6)
-			for i, gr := range bwd(r) {
-				near(t, lv+" backward", gr, d[i], 1e-6)
+		f64 := newRig(t, F64, Options{Threads: 2})
+		checkGrads(t, []string{"o", "qg"}, in[:2], in[2:], bwd(f64, in), func(in [][]float64) [][]float64 { return [][]float64{run(f64, in)} })
+		eachRig(t, func(t *testing.T, r *rig) {
+			x := [][]float64{r.round(in[0]), r.round(in[1]), r.round(in[2])}
+			want := make([]float64, n)
+			for i := range want {
+				want[i] = x[0][i] * sigmoid(x[1][i/h.hd*2*h.hd+h.hd+i%h.hd])
 			}
-		}
+			near(t, "y", run(r, x), want, tolOf(r.dt))
+			d := bwd(f64, x)
+			for i, gr := range bwd(r, x) {
+				near(t, "d"+[]string{"o", "qg"}[i], gr, d[i], tolOf(r.dt))
+			}
+		})
 	}
 }
