@@ -11,6 +11,8 @@ PURE    := ./model/chat/... ./env/... ./router/... ./trainer/...
 FUZZ    := ./model:FuzzSafetensors ./model:FuzzCheckpoint ./model:FuzzConfig ./model:FuzzTokenizer ./model:FuzzScan ./model/chat:FuzzParser ./env/dbbench:FuzzAnswer ./env/dbbench:FuzzTranslate \
            ./env/dbbench/embedded:FuzzScan
 
+CKPTS   := build/checkpoints
+
 .DEFAULT_GOAL := build
 # The emulator of the CUDA kernels: every .cu file compiled by g++ with emu/shim.h in place of CUDA's headers.
 CU       := $(wildcard kernels/cuda/*.cu)
@@ -109,11 +111,11 @@ reference: ## remake the parity fixtures from transformers (Python, ~7 GB of pac
 	build/venv/bin/python tools/reference/lora.py model/testdata/lora
 
 checkpoints: build ## read and write checkpoints both ways with transformers (2 GB in build/checkpoints); LLAMA_CPP=source tree adds llama.cpp
-	rm -rf build/checkpoints && mkdir -p build/checkpoints
-	$(PYTHON) tools/reference/checkpoints.py $(HS) build/checkpoints/hf
-	@if [ -n "$(LLAMA_CPP)" ]; then set -e; $(HS) sft --unpack build/checkpoints/tiny; \
-	  $(HS) convert --ckpt build/checkpoints/tiny --dtype f32 --out build/checkpoints/out; \
-	  $(PYTHON) tools/peers/llamacpp.py $(HS) build/checkpoints/out $(LLAMA_CPP) build/checkpoints/gguf --pre qwen35; fi
+	rm -rf $(CKPTS) && mkdir -p $(CKPTS)
+	$(PYTHON) tools/reference/checkpoints.py $(HS) $(CKPTS)/hf
+	@if [ -n "$(LLAMA_CPP)" ]; then set -e; $(HS) sft --unpack $(CKPTS)/tiny; \
+	  $(HS) convert --ckpt $(CKPTS)/tiny --dtype f32 --out $(CKPTS)/out; \
+	  $(PYTHON) tools/peers/llamacpp.py $(HS) $(CKPTS)/out $(LLAMA_CPP) $(CKPTS)/gguf --pre qwen35; fi
 
 golden: ## refresh golden files
 	go test ./env/harness -update
