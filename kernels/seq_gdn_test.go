@@ -146,37 +146,48 @@ func TestGDNMicro(t *testing.T) {
 func TestGDNChunked(t *testing.T) {
 	l := lin{2, 8, 4, 6}
 	for _, dt := range []DType{F64, F32} {
-		tol := 1e-12
-		if dt == F32 {
-			tol = 2e-5 // float32 sums over 129 rows with keys that repeat
+		gdnHard(t, newRig(t, dt, Options{Threads: 2}), l, []int{1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129})
+	}
+	eachEmu(t, func(t *testing.T, r *rig) {
+		gdnHard(t, r, l, []int{1, 17, 64, 65})
+		gdnHard(t, r, lin{1, 16, 2, 16}, []int{63, 130})
+	})
+}
+
+// hardGDN lists gates and keys at the edges of their ranges.
+func hardGDN(kind string, l lin, T int) gdnIn {
+	x := randGDN(rand.New(rand.NewPCG(uint64(T), 5)), l, T)
+	for i := range x.g {
+		switch {
+		case kind == "strong decay" || kind == "mixed decay" && i/l.nv%7 == 3:
+			x.g[i] = -20
+		case kind == "weak decay" || kind == "mixed decay":
+			x.g[i] = -1e-4
+		case kind == "beta 0":
+			x.beta[i] = 1e-6
+		case kind == "beta 1":
+			x.beta[i] = 1 - 1e-6
+		case kind == "same key":
+			copy(x.k[i/l.nv*l.nk*l.dk:(i/l.nv+1)*l.nk*l.dk], x.k[:l.nk*l.dk])
 		}
-		r := newRig(t, dt, Options{Threads: 2})
-		for _, T := range []int{1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129} {
-			for _, kind := range []string{"random", "strong decay", "weak decay", "beta 0", "beta 1", "same key", "mixed decay"} {
-				g := rand.New(rand.NewPCG(uint64(T), 5))
-				x := randGDN(g, l, T)
-				for i := range x.g {
-					switch {
-					case kind == "strong decay" || kind == "mixed decay" && i/l.nv%7 == 3:
-						x.g[i] = -20
-					case kind == "weak decay" || kind == "mixed decay":
-						x.g[i] = -1e-4
-					case kind == "beta 0":
-						x.beta[i] = 1e-6
-					case kind == "beta 1":
-						x.beta[i] = 1 - 1e-6
-					case kind == "same key":
-						copy(x.k[i/l.nv*l.nk*l.dk:(i/l.nv+1)*l.nk*l.dk], x.k[:l.nk*l.dk])
-					}
-				}
-				f := mkForest(t, nil, [2]int{T, -1})
-				o, states, _ := r.gdn(f, l, x, nil)
-				S := make([]float64, l.nv*l.dk*l.dv)
-				want := naiveGDN(l, x, T, S)
-				near(t, fmt.Sprintf("%v T=%d %s: o", dt, T, kind), o, want, tol)
-				near(t, fmt.Sprintf("%v T=%d %s: state", dt, T, kind), states[len(states)-len(S):], S, tol)
-				r.free()
-			}
+	}
+	return x
+}
+
+var hardKinds = []string{"random", "strong decay", "weak decay", "beta 0", "beta 1", "same key", "mixed decay"}
+
+func gdnHard(t *testing.T, r *rig, l lin, lengths []int) {
+	t.Helper()
+	tol := map[DType]float64{F64: 1e-12, F32: 2e-5, BF16: 2e-5}[r.dt] // float32 sums over 129 rows with keys that repeat
+	for _, T := range lengths {
+		for _, kind := range hardKinds {
+			x := hardGDN(kind, l, T).rounded(r)
+			o, states, _ := r.gdn(mkForest(t, nil, [2]int{T, -1}), l, x, nil)
+			S := make([]float64, l.nv*l.dk*l.dv)
+			want := naiveGDN(l, x, T, S)
+			near(t, fmt.Sprintf("%v T=%d %s: o", r.dt, T, kind), o, want, max(tol, map[DType]float64{BF16: tolOf(BF16)}[r.dt]))
+			near(t, fmt.Sprintf("%v T=%d %s: state", r.dt, T, kind), states[len(states)-len(S):], S, tol)
+			r.free()
 		}
 	}
 }
@@ -209,7 +220,27 @@ func TestGDNForest(t *testing.T) {
 						near(t, lv+" d"+[]string{"q", "k", "v", "beta", "g"}[i], got, d.list()[i], 1e-4)
 					}
 				}
+				eachEmu(t, func(t *testing.T, r *rig) { checkGDNEmu(t, r, f, l, x) })
 			})
+		}
+	}
+}
+
+// checkGDNEmu compares the forward on the inputs as the rig stores them with the recurrent form in float64: the bounds of the CPU's float32,
+// and the half unit in the last place of what is stored as bfloat16.
+func checkGDNEmu(t *testing.T, r *rig, f *Forest, l lin, x gdnIn) {
+	t.Helper()
+	x = x.rounded(r)
+	o, states, _ := r.gdn(f, l, x, nil)
+	near(t, "o", o, naiveForestGDN(f, l, x), max(2e-5, tolOf(r.dt)))
+	ss := l.nv * l.dk * l.dv
+	for s := range f.NumSeg {
+		rows, S := path(f, s), make([]float64, ss)
+		naiveGDN(l, x.rows(l, rows), len(rows), S)
+		near(t, fmt.Sprintf("state of segment %d", s), states[(f.NumChunks+s)*ss:(f.NumChunks+s+1)*ss], S, 2e-5)
+		if f.Parent[s] >= 0 { // a chunk's first state is what came before it, bit for bit
+			at := int(f.ChunkOff[s])
+			same(t, fmt.Sprintf("first state of segment %d", s), states[at*ss:(at+1)*ss], states[(f.NumChunks+int(f.Parent[s]))*ss:][:ss])
 		}
 	}
 }
@@ -347,11 +378,14 @@ func TestGDNStepBatch(t *testing.T) {
 	g := rand.New(rand.NewPCG(2, 9))
 	x, rec := randGDN(g, l, B), randn(g, B*ss, 1)
 	slots := []int32{3, 1, 4, 0, 5, 8, 2, 6, 7}
-	r := newRig(t, F32, Options{Threads: 2})
-	o, out := r.gdnStep(l, x, slots, rec)
-	for b, s := range slots {
-		one, st := r.gdnStep(l, x.rows(l, []int{b}), []int32{0}, rec[int(s)*ss:(int(s)+1)*ss])
-		same(t, fmt.Sprintf("row %d", b), o[b*l.nv*l.dv:(b+1)*l.nv*l.dv], one)
-		same(t, fmt.Sprintf("state of row %d", b), out[int(s)*ss:(int(s)+1)*ss], st)
+	check := func(t *testing.T, r *rig) {
+		o, out := r.gdnStep(l, x, slots, rec)
+		for b, s := range slots {
+			one, st := r.gdnStep(l, x.rows(l, []int{b}), []int32{0}, rec[int(s)*ss:(int(s)+1)*ss])
+			same(t, fmt.Sprintf("row %d", b), o[b*l.nv*l.dv:(b+1)*l.nv*l.dv], one)
+			same(t, fmt.Sprintf("state of row %d", b), out[int(s)*ss:(int(s)+1)*ss], st)
+		}
 	}
+	check(t, newRig(t, F32, Options{Threads: 2}))
+	eachEmu(t, check)
 }

@@ -4,9 +4,9 @@
 // A warp owns one unit of channels (a q head, a k head, or 128 v channels) and walks a tile of rows; the window of four inputs moves through
 // registers. Lane l holds channels 4l..4l+3, so the sum of squares has one order that depends on dk alone. Forward and step share conv_u and
 // conv_out, whose arithmetic is written without contraction: a row has the same bits in training, prefill and decode. The last unit is the gates.
-// Shapes: any nk, nv, dv; dk up to 512 (one pack of 4 channels per lane up to 128, four packs above).
+// Shapes: any nk, nv, dv; dk up to gdn_max_dk = 256 (one pack of 4 channels per lane up to 128, two above).
 // H200 floor (gpu.md 6.3), 8192 channels: forward 32 KB a row, 125 us for 16k rows; backward 48 KB, 190 us. Expected 1.3x of that; unmeasured.
-#include "common.cuh"
+#include "delta.cuh"
 
 static const int conv_warps = 4, fwd_rows = 32, bwd_rows = 64;   // rows of a tile
 
@@ -17,7 +17,7 @@ struct conv_dims {
   __host__ __device__ int64_t kw() const { return nk * dk; }
   __host__ __device__ int64_t vw() const { return nv * dv; }
   __host__ __device__ int64_t C() const { return 2 * kw() + vw(); }
-  __host__ __device__ int vunit() const { return dk > 128 ? 512 : 128; }
+  __host__ __device__ int vunit() const { return dk > 128 ? 256 : 128; }
   __host__ __device__ int units() const { return (int)(2 * nk + HS_CEIL(vw(), vunit())); }
 };
 
@@ -171,11 +171,7 @@ template <class T> __global__ void conv_state_kernel(int64_t C, hs_forest f, con
 
 // Checks what convgate, its backward and its step have in common.
 template <class A> static hs_status conv_check(const A* a, int64_t rows) {
-  HS_NEED(rows >= 1, "T %lld, need at least one row", (long long)rows);
-  HS_NEED(a->nk >= 1 && a->dk >= 1 && a->nv >= 1 && a->dv >= 1, "nk %lld, dk %lld, nv %lld, dv %lld: all must be positive", (long long)a->nk, (long long)a->dk,
-          (long long)a->nv, (long long)a->dv);
-  HS_NEED(a->nv % a->nk == 0, "nv %lld is not a multiple of nk %lld", (long long)a->nv, (long long)a->nk);
-  HS_NEED(a->dk <= 512, "dk %lld, the cuda table has up to 512", (long long)a->dk);
+  HS_TRY(delta_check(a, rows));
   HS_NEED_PTR(p); HS_NEED_PTR(a); HS_NEED_PTR(b); HS_NEED_PTR(w); HS_NEED_PTR(a_log); HS_NEED_PTR(dt_bias);
   return HS_OK;
 }
@@ -183,12 +179,6 @@ template <class A> static conv_dims dims_of(const A* a, bool aligned) {
   conv_dims d = {a->nk, a->dk, a->nv, a->dv, (float)a->eps, false};
   d.packs = aligned && a->dk % 4 == 0 && d.vw() % 4 == 0;
   return d;
-}
-static hs_status forest_check(const hs_forest& f, int64_t T) {
-  HS_NEED(f.nseg >= 1, "forest with %d segments, need at least 1", (int)f.nseg);
-  HS_NEED(f.nrows == T, "forest of %d rows, T is %lld", (int)f.nrows, (long long)T);
-  HS_NEED(f.start && f.len && f.parent && f.chunk_off && f.child_off && f.root && f.row_seg && f.prev && f.slot, "forest array is 0");
-  return HS_OK;
 }
 static dim3 conv_grid(const conv_dims& d, int64_t x) { return dim3((unsigned)x, (unsigned)HS_CEIL(d.units() + 1, conv_warps)); }
 
@@ -202,7 +192,7 @@ extern "C" hs_status hs_op_convgate(cudaStream_t s, const hs_convgate_args* a) {
       return HS_LAUNCH(s, kernel, conv_grid(d, HS_CEIL(a->T, fwd_rows)), 32 * conv_warps, 0, d, a->f, a->T, (const T*)a->p, (const T*)a->a, (const T*)a->b, (const T*)a->w,
                        (const float*)a->a_log, (const T*)a->dt_bias, (T*)a->q, (T*)a->k, (T*)a->v, (float*)a->beta, (float*)a->g, (const T*)a->conv_state);
     };
-    HS_TRY(a->dk <= 128 ? go(convgate_kernel<T, 1>) : go(convgate_kernel<T, 4>));
+    HS_TRY(a->dk <= 128 ? go(convgate_kernel<T, 1>) : go(convgate_kernel<T, 2>));
     if (a->conv_state)
       HS_TRY(HS_LAUNCH(s, conv_state_kernel<T>, dim3((unsigned)HS_CEIL(d.C(), 128), (unsigned)a->f.nseg), 128, 0, d.C(), a->f, (const T*)a->p, (T*)a->conv_state));
   })
@@ -245,7 +235,7 @@ extern "C" hs_status hs_op_convgate_step(cudaStream_t s, const hs_convgate_step_
       return HS_LAUNCH(s, kernel, conv_grid(d, a->B), 32 * conv_warps, 0, d, a->slot, (const T*)a->p, (const T*)a->a, (const T*)a->b, (const T*)a->w, (const float*)a->a_log,
                        (const T*)a->dt_bias, (T*)a->q, (T*)a->k, (T*)a->v, (float*)a->beta, (float*)a->g, (T*)a->conv_state);
     };
-    HS_TRY(a->dk <= 128 ? go(convgate_step_kernel<T, 1>) : go(convgate_step_kernel<T, 4>));
+    HS_TRY(a->dk <= 128 ? go(convgate_step_kernel<T, 1>) : go(convgate_step_kernel<T, 2>));
   })
   return HS_OK;
 }
@@ -457,8 +447,8 @@ extern "C" hs_status hs_op_convgate_bwd(cudaStream_t s, const hs_convgate_bwd_ar
       return HS_LAUNCH(s, kernel, conv_grid(d, ws.tiles), 32 * conv_warps, 0, d, a->f, a->T, (const T*)a->p, (const T*)a->a, (const T*)a->b, (const T*)a->w, (const float*)a->a_log,
                        (const T*)a->dt_bias, (const T*)a->dq, (const T*)a->dk_, (const T*)a->dv_, (const float*)a->dbeta, (const float*)a->dg, (T*)a->dp, (T*)a->da, (T*)a->db, ws);
     };
-    HS_TRY(a->dk <= 128 ? edge(conv_edge_kernel<T, 1>) : edge(conv_edge_kernel<T, 4>));
-    HS_TRY(a->dk <= 128 ? go(convgate_bwd_kernel<T, 1>) : go(convgate_bwd_kernel<T, 4>));
+    HS_TRY(a->dk <= 128 ? edge(conv_edge_kernel<T, 1>) : edge(conv_edge_kernel<T, 2>));
+    HS_TRY(a->dk <= 128 ? go(convgate_bwd_kernel<T, 1>) : go(convgate_bwd_kernel<T, 2>));
   })
   if (a->dw) HS_TRY(hs_add_parts(s, ws.tiles, d.C() * 4, ws.dw, (float*)a->dw));
   if (a->da_log) HS_TRY(hs_add_parts(s, ws.tiles, a->nv, ws.da_log, (float*)a->da_log));
