@@ -91,6 +91,7 @@ type driver interface {
 	copyIn(dst Ptr, src unsafe.Pointer, n int64)
 	copyOut(dst unsafe.Pointer, src Ptr, n int64)
 	fill(dst Ptr, n int64, v byte)
+	configure(key, value string) error
 	close() error
 }
 
@@ -128,6 +129,9 @@ func Open(name string, o Options) (*Device, error) {
 
 // Info describes the device.
 func (d *Device) Info() Info { return d.drv.info() }
+
+// configure sets one of the table's own options (for tests).
+func (d *Device) configure(key, value string) error { return d.drv.configure(key, value) }
 
 // Buffer is a block of device memory. It is never visible to the Go collector: Free it.
 type Buffer struct {

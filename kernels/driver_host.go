@@ -63,16 +63,19 @@ func openEmu(o Options) (driver, error) {
 	if err != nil {
 		return nil, &Error{Op: `open device "emu"`, Err: fmt.Errorf("%w: %w", err, ErrNoDevice), Hint: "rebuild it: make emu"}
 	}
-	order, poison := o.Emu.FiberOrder, "off"
+	order, poison, gemm := o.Emu.FiberOrder, "off", o.Gemm
+	if gemm == "" {
+		gemm = "own"
+	}
 	if order == "" {
 		order = "forward"
 	}
 	if o.Emu.Poison {
 		poison = "on"
 	}
-	for _, kv := range [][2]string{{"fiber_order", order}, {"poison", poison}} {
+	for _, kv := range [][2]string{{"fiber_order", order}, {"poison", poison}, {"gemm", gemm}} {
 		if err := tab.configure(kv[0], kv[1]); err != nil {
-			return nil, &Error{Op: `open device "emu"`, Err: err, Hint: `fiber orders are "forward", "reverse" and "random:SEED"`}
+			return nil, &Error{Op: `open device "emu"`, Err: err, Hint: `fiber orders are "forward", "reverse" and "random:SEED"; products are "own" and "cublaslt"`}
 		}
 	}
 	return &hostDriver{tab: tab, threads: 1, guard: o.Emu.Guard}, nil
@@ -142,6 +145,8 @@ func (d *hostDriver) close() error {
 	return errors.Join(d.damage...)
 }
 
+func (d *hostDriver) configure(key, value string) error { return d.tab.configure(key, value) }
+
 func (d *hostDriver) newStream() uintptr { return 0 }
 func (d *hostDriver) freeStream(uintptr) {}
 func (d *hostDriver) run(h uintptr, op Op, args unsafe.Pointer) error {
@@ -187,6 +192,7 @@ func (d *nullDriver) run(uintptr, Op, unsafe.Pointer) error      { return nil }
 func (d *nullDriver) workspace(op Op, args unsafe.Pointer) int64 { return d.tab.workspace(op, args) }
 func (d *nullDriver) copyIn(Ptr, unsafe.Pointer, int64)          {}
 func (d *nullDriver) fill(Ptr, int64, byte)                      {}
+func (d *nullDriver) configure(string, string) error             { return nil }
 func (d *nullDriver) close() error                               { return nil }
 
 func (d *nullDriver) copyOut(dst unsafe.Pointer, _ Ptr, n int64) {

@@ -10,14 +10,14 @@ import (
 
 func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
 
-// tolOf is the bound on the relative error of what a kernel computes from given inputs and stores as dt. BF16 stores 8 bits: half a
-// unit in the last place is 2^-9 of the value.
+// tolOf is the bound on the relative error of what a kernel computes from given inputs and stores as dt. BF16 has 8
+// significant bits: half a unit in the last place is at most 2^-8 of the value.
 func tolOf(dt DType) float64 {
 	switch dt {
 	case F64:
 		return 1e-13
 	case BF16:
-		return 1.0 / 512
+		return 1.0 / 256
 	}
 	return 1e-6
 }

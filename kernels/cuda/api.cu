@@ -2,7 +2,7 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "common.cuh"
+#include "gemm.cuh"
 
 static thread_local char error_text[640];
 
@@ -71,20 +71,21 @@ static hs_status stream_sync(hs_stream* s) {
 // ---- configuration ----
 
 static hs_status configure(const char* key, const char* value) {
+  if (!strcmp(key, "gemm")) return hs_gemm_configure(value);
 #ifdef HS_EMU
   if (hs_emu_configure(key, value)) return HS_OK;
-  return hs_fail(HS_ERR_ARG, "configure %s: \"%s\", want fiber_order forward|reverse|random:SEED or poison on|off", key, value);
+  return hs_fail(HS_ERR_ARG, "configure %s: \"%s\", want fiber_order forward|reverse|random:SEED, poison on|off or gemm own|cublaslt", key, value);
 #else
-  return hs_fail(HS_ERR_ARG, "configure %s: \"%s\": no such key", key, value);
+  return hs_fail(HS_ERR_ARG, "configure: unknown key \"%s\", want gemm", key);
 #endif
 }
 
 static const char* build_info() {
   static thread_local char text[160];
 #ifdef HS_EMU
-  snprintf(text, sizeof text, "emulated by c++ %s", __VERSION__);
+  snprintf(text, sizeof text, "emulated by c++ %s, gemm %s", __VERSION__, hs_gemm_name());
 #else
-  snprintf(text, sizeof text, "nvcc %d.%d", __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__);
+  snprintf(text, sizeof text, "nvcc %d.%d, gemm %s", __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, hs_gemm_name());
 #endif
   return text;
 }

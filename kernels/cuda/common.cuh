@@ -139,21 +139,33 @@ static inline bool hs_packs(int64_t cols, int64_t elem, const void* p, const voi
 static __device__ __forceinline__ float sigmoid_f(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // ---- reductions in a fixed order: every lane (thread) gets the same bits ----
-static __device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-  for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(HS_FULL, v, d);
+// A butterfly over the warp: lanes 16 apart, then 8, 4, 2, 1. The emulator does the five steps in one collective, with the same bits.
+struct sum_of { template <class R> __device__ __forceinline__ R operator()(R a, R b) const { return a + b; } };
+struct max_of { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
+#ifdef HS_EMU
+template <class R, class F> static void hs_emu_butterfly(hs_emu_thread* const* lanes, uint32_t) {
+  R v[32], w[32];
+  for (int i = 0; i < 32; i++) v[i] = *(const R*)lanes[i]->payload;
+  for (int d = 16; d; d >>= 1) {
+    for (int i = 0; i < 32; i++) w[i] = F()(v[i], v[i ^ d]);
+    memcpy(v, w, sizeof v);
+  }
+  for (int i = 0; i < 32; i++) *(R*)lanes[i]->payload = v[i];
+}
+template <class R, class F> static inline R warp_butterfly(R v, F, HS_AT) {
+  hs_emu_collective("warp reduction", HS_FULL, &v, hs_emu_butterfly<R, F>, at);
   return v;
 }
-static __device__ __forceinline__ double warp_sum(double v) {
+#else
+template <class R, class F> static __device__ __forceinline__ R warp_butterfly(R v, F f) {
 #pragma unroll
-  for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(HS_FULL, v, d);
+  for (int d = 16; d; d >>= 1) v = f(v, __shfl_xor_sync(HS_FULL, v, d));
   return v;
 }
-static __device__ __forceinline__ float warp_max(float v) {
-#pragma unroll
-  for (int d = 16; d; d >>= 1) v = fmaxf(v, __shfl_xor_sync(HS_FULL, v, d));
-  return v;
-}
+#endif
+static __device__ __forceinline__ float warp_sum(float v) { return warp_butterfly(v, sum_of()); }
+static __device__ __forceinline__ double warp_sum(double v) { return warp_butterfly(v, sum_of()); }
+static __device__ __forceinline__ float warp_max(float v) { return warp_butterfly(v, max_of()); }
 // Sum over the block's x dimension (a multiple of 32, the same for all threads; y = z = 1). Two barriers inside; may be called again.
 template <class R> static __device__ __forceinline__ R block_sum(R v) {
   HS_SHARED(R, part, [32]);

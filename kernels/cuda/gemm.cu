@@ -1,0 +1,218 @@
+// gemm.cu - C[M,N] = op(A) op(B) (+ C): bf16 on tensor cores (mma.sync m16n8k16, f32 accumulators), f32 on CUDA cores.
+// An element is one chain over K from zero, 16 at a time (bf16) or one at a time (f32); C is added last. So its bits depend on its row
+// of A, its column of B and K alone: not on M, N, transposition or the tile it falls into. The K tail is padded with zeros.
+#include "gemm.cuh"
+
+// ---- bf16 ----
+
+static const int mma_k = 32, mma_stages = 3;   // K per tile, tiles in flight
+
+// A tile of R rows and W columns in shared memory; the pitch keeps ldmatrix free of bank conflicts.
+template <int R, int W> struct tile {
+  static const int pitch = W + 8, size = R * pitch;
+};
+
+// Starts loading rows r0.. and columns c0.. of g[rows, cols] (ld elements per row) into a tile, zero outside. chunks = rows of g start at
+// multiples of 16 bytes.
+template <int R, int W, int threads>
+static __device__ __forceinline__ void load_tile(bf16* dst, const bf16* g, int64_t ld, int64_t r0, int64_t rows, int64_t c0, int64_t cols, bool chunks) {
+#pragma unroll
+  for (int i = 0; i < R * W / 8; i += threads) {
+    const int at = i + (int)threadIdx.x, r = at / (W / 8), c = at % (W / 8) * 8;
+    if (R * W / 8 % threads && at >= R * W / 8) break;
+    const int64_t left = r0 + r < rows ? cols - (c0 + c) : 0;
+    const int n = left <= 0 ? 0 : left < 8 ? (int)left : 8;
+    const bf16* src = n ? g + (r0 + r) * ld + c0 + c : g;
+    bf16* to = dst + r * tile<R, W>::pitch + c;
+    if (chunks) cp_async16(to, src, 2 * n);
+    else {
+      pack<bf16, 8> p;
+      for (int j = 0; j < 8; j++) p.v[j] = j < n ? src[j] : from_f<bf16>(0.0f);
+      store_pack<bf16, 8>(to, p);
+    }
+  }
+}
+
+// BM x BN outputs per block of WM x WN warps. TA, TB: the operand lies as [K, M] and [N, K].
+template <int BM, int BN, int WM, int WN, bool TA, bool TB>
+__global__ void __launch_bounds__(32 * WM * WN)
+gemm_mma_kernel(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t lda, const bf16* b, int64_t ldb, void* c, int64_t ldc, bool c_f32, bool add,
+                bool chunks_a, bool chunks_b) {
+  constexpr int threads = 32 * WM * WN, FM = BM / WM / 16, FN = BN / WN / 8;
+  static_assert(FM > 0 && FN % 2 == 0, "a warp has whole fragments");
+  typedef tile<TA ? mma_k : BM, TA ? BM : mma_k> tile_a;
+  typedef tile<TB ? BN : mma_k, TB ? mma_k : BN> tile_b;
+  HS_DYN_SHARED(bf16, smem);
+  bf16 *sa = smem, *sb = smem + mma_stages * tile_a::size;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int64_t m0 = (int64_t)blockIdx.x * BM, n0 = (int64_t)blockIdx.y * BN;
+  const int wm = warp / WN * (BM / WM), wn = warp % WN * (BN / WN);
+  const int64_t nk = (K + mma_k - 1) / mma_k;
+  auto load = [&](int64_t t) {
+    if (t < nk) {
+      bf16 *da = sa + t % mma_stages * tile_a::size, *db = sb + t % mma_stages * tile_b::size;
+      if (TA) load_tile<mma_k, BM, threads>(da, a, lda, t * mma_k, K, m0, M, chunks_a);
+      else load_tile<BM, mma_k, threads>(da, a, lda, m0, M, t * mma_k, K, chunks_a);
+      if (TB) load_tile<BN, mma_k, threads>(db, b, ldb, n0, N, t * mma_k, K, chunks_b);
+      else load_tile<mma_k, BN, threads>(db, b, ldb, t * mma_k, K, n0, N, chunks_b);
+    }
+    cp_async_commit();
+  };
+  float acc[FM][FN][4];
+#pragma unroll
+  for (int i = 0; i < FM; i++)
+#pragma unroll
+    for (int j = 0; j < FN; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[i][j][e] = 0;
+#pragma unroll
+  for (int t = 0; t < mma_stages - 1; t++) load(t);
+  for (int64_t t = 0; t < nk; t++) {
+    cp_async_wait<mma_stages - 2>();
+    __syncthreads();
+    load(t + mma_stages - 1);
+    const bf16 *ta = sa + t % mma_stages * tile_a::size, *tb = sb + t % mma_stages * tile_b::size;
+#pragma unroll
+    for (int k = 0; k < mma_k; k += 16) {
+      uint32_t fa[FM][4], fb[FN][2];
+#pragma unroll
+      for (int i = 0; i < FM; i++) {
+        const int m = wm + 16 * i;
+        if (TA) ldmatrix_x4_trans(fa[i], ta + (k + (lane & 7) + 8 * (lane >> 4)) * tile_a::pitch + m + 8 * (lane >> 3 & 1));
+        else ldmatrix_x4(fa[i], ta + (m + (lane & 15)) * tile_a::pitch + k + 8 * (lane >> 4));
+      }
+#pragma unroll
+      for (int j = 0; j < FN; j += 2) {
+        const int n = wn + 8 * j;
+        uint32_t r[4];
+        if (TB) ldmatrix_x4(r, tb + (n + (lane & 7) + 8 * (lane >> 4)) * tile_b::pitch + k + 8 * (lane >> 3 & 1));
+        else ldmatrix_x4_trans(r, tb + (k + (lane & 15)) * tile_b::pitch + n + 8 * (lane >> 4));
+        fb[j][0] = r[0], fb[j][1] = r[1], fb[j + 1][0] = r[2], fb[j + 1][1] = r[3];
+      }
+#pragma unroll
+      for (int i = 0; i < FM; i++)
+#pragma unroll
+        for (int j = 0; j < FN; j++) mma_bf16(acc[i][j], fa[i], fb[j], acc[i][j]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < FM; i++)
+#pragma unroll
+    for (int j = 0; j < FN; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int64_t m = m0 + wm + 16 * i + (lane >> 2) + 8 * (e >> 1), n = n0 + wn + 8 * j + 2 * (lane & 3) + (e & 1);
+        if (m >= M || n >= N) continue;
+        const int64_t at = m * ldc + n;
+        if (c_f32) ((float*)c)[at] = add ? ((float*)c)[at] + acc[i][j][e] : acc[i][j][e];
+        else ((bf16*)c)[at] = from_f<bf16>(add ? to_f(((bf16*)c)[at]) + acc[i][j][e] : acc[i][j][e]);
+      }
+}
+
+template <int BM, int BN, int WM, int WN, bool TA, bool TB> static hs_status gemm_mma(cudaStream_t s, const hs_gemm_args* a) {
+  typedef tile<TA ? mma_k : BM, TA ? BM : mma_k> tile_a;
+  typedef tile<TB ? BN : mma_k, TB ? mma_k : BN> tile_b;
+  const dim3 grid((unsigned)HS_CEIL(a->M, BM), (unsigned)HS_CEIL(a->N, BN));
+  const size_t smem = sizeof(bf16) * mma_stages * (tile_a::size + tile_b::size);
+  return HS_LAUNCH(s, (gemm_mma_kernel<BM, BN, WM, WN, TA, TB>), grid, 32 * WM * WN, smem, a->M, a->N, a->K, (const bf16*)a->a, a->lda, (const bf16*)a->b,
+                   a->ldb, a->c, a->ldc, (a->flags & HS_C_F32) != 0, (a->flags & HS_BETA1) != 0, hs_packs(a->lda, 2, a->a), hs_packs(a->ldb, 2, a->b));
+}
+template <int BM, int BN, int WM, int WN> static hs_status gemm_mma_sized(cudaStream_t s, const hs_gemm_args* a) {
+  switch (a->flags & (HS_TRANS_A | HS_TRANS_B)) {
+    case 0: return gemm_mma<BM, BN, WM, WN, false, false>(s, a);
+    case HS_TRANS_A: return gemm_mma<BM, BN, WM, WN, true, false>(s, a);
+    case HS_TRANS_B: return gemm_mma<BM, BN, WM, WN, false, true>(s, a);
+    default: return gemm_mma<BM, BN, WM, WN, true, true>(s, a);
+  }
+}
+
+// ---- f32 ----
+
+static const int f32_k = 16;
+
+// 16 TM x 64 outputs per block of 16 x 16 threads, TM x 4 each.
+template <int TM, bool TA, bool TB>
+__global__ void __launch_bounds__(256, 2)   // at least 2 blocks: leaves 128 registers
+gemm_f32_kernel(int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+  constexpr int BM = 16 * TM, BN = 64;
+  HS_SHARED(float, sa, [f32_k][BM + 4]);
+  HS_SHARED(float, sb, [f32_k][BN + 4]);
+  const int tx = threadIdx.x & 15, ty = threadIdx.x >> 4;
+  const int64_t m0 = (int64_t)blockIdx.x * BM, n0 = (int64_t)blockIdx.y * BN;
+  float acc[TM][4];
+  for (int i = 0; i < TM; i++)
+    for (int j = 0; j < 4; j++) acc[i][j] = 0;
+  for (int64_t k0 = 0; k0 < K; k0 += f32_k) {
+    for (int i = threadIdx.x; i < BM * f32_k; i += 256) {
+      const int m = TA ? i % BM : i / f32_k, k = TA ? i / BM : i % f32_k;
+      sa[k][m] = m0 + m < M && k0 + k < K ? a[TA ? (k0 + k) * lda + m0 + m : (m0 + m) * lda + k0 + k] : 0.0f;
+    }
+    for (int i = threadIdx.x; i < BN * f32_k; i += 256) {
+      const int n = TB ? i / f32_k : i % BN, k = TB ? i % f32_k : i / BN;
+      sb[k][n] = n0 + n < N && k0 + k < K ? b[TB ? (n0 + n) * ldb + k0 + k : (k0 + k) * ldb + n0 + n] : 0.0f;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < f32_k; k++) {
+      const pack<float, 4> y = load_pack<float, 4>(&sb[k][4 * tx]);
+      for (int i = 0; i < TM; i++) {
+        const float x = sa[k][TM * ty + i];
+        for (int j = 0; j < 4; j++) acc[i][j] += x * y.v[j];
+      }
+    }
+    __syncthreads();
+  }
+  for (int i = 0; i < TM; i++)
+    for (int j = 0; j < 4; j++) {
+      const int64_t m = m0 + TM * ty + i, n = n0 + 4 * tx + j;
+      if (m < M && n < N) c[m * ldc + n] = add ? c[m * ldc + n] + acc[i][j] : acc[i][j];
+    }
+}
+template <int TM, bool TA, bool TB> static hs_status gemm_f32(cudaStream_t s, const hs_gemm_args* a) {
+  const dim3 grid((unsigned)HS_CEIL(a->M, 16 * TM), (unsigned)HS_CEIL(a->N, 64));
+  return HS_LAUNCH(s, (gemm_f32_kernel<TM, TA, TB>), grid, 256, 0, a->M, a->N, a->K, (const float*)a->a, a->lda, (const float*)a->b, a->ldb, (float*)a->c,
+                   a->ldc, (a->flags & HS_BETA1) != 0);
+}
+template <int TM> static hs_status gemm_f32_sized(cudaStream_t s, const hs_gemm_args* a) {
+  switch (a->flags & (HS_TRANS_A | HS_TRANS_B)) {
+    case 0: return gemm_f32<TM, false, false>(s, a);
+    case HS_TRANS_A: return gemm_f32<TM, true, false>(s, a);
+    case HS_TRANS_B: return gemm_f32<TM, false, true>(s, a);
+    default: return gemm_f32<TM, true, true>(s, a);
+  }
+}
+
+// ---- the op ----
+
+// The tile follows M and N for speed only.
+hs_status hs_gemm_own(cudaStream_t s, const hs_gemm_args* a) {
+  if (a->dtype == HS_F32) return a->M <= 16 ? gemm_f32_sized<1>(s, a) : gemm_f32_sized<4>(s, a);
+  if (a->M <= 16) return gemm_mma_sized<16, 64, 1, 4>(s, a);
+  if (a->M < 128 || a->N < 128) return gemm_mma_sized<64, 64, 2, 2>(s, a);
+  return gemm_mma_sized<128, 128, 2, 4>(s, a);
+}
+
+static bool use_lt;
+
+hs_status hs_gemm_configure(const char* value) {
+  if (!strcmp(value, "cublaslt")) {
+    HS_TRY(hs_gemm_lt_load());
+    use_lt = true;
+    return HS_OK;
+  }
+  HS_NEED(!strcmp(value, "own"), "configure gemm: \"%s\", want own or cublaslt", value);
+  use_lt = false;
+  return HS_OK;
+}
+const char* hs_gemm_name() { return use_lt ? "cublaslt" : "own"; }
+
+extern "C" hs_status hs_op_gemm(cudaStream_t s, const hs_gemm_args* a) {
+  HS_NEED(a->M > 0 && a->N > 0 && a->K > 0, "M %lld, N %lld, K %lld: need all > 0", (long long)a->M, (long long)a->N, (long long)a->K);
+  const int64_t ca = a->flags & HS_TRANS_A ? a->M : a->K, cb = a->flags & HS_TRANS_B ? a->K : a->N;
+  HS_NEED(a->lda >= ca, "lda %lld < %lld columns of A", (long long)a->lda, (long long)ca);
+  HS_NEED(a->ldb >= cb, "ldb %lld < %lld columns of B", (long long)a->ldb, (long long)cb);
+  HS_NEED(a->ldc >= a->N, "ldc %lld < %lld columns of C", (long long)a->ldc, (long long)a->N);
+  HS_NEED_PTR(a); HS_NEED_PTR(b); HS_NEED_PTR(c);
+  if (a->dtype != HS_F32 && a->dtype != HS_BF16) return hs_fail(HS_ERR_DTYPE, "dtype %d: the cuda table stores f32 (0) or bf16 (2)", (int)a->dtype);
+  return use_lt ? hs_gemm_lt(s, a) : hs_gemm_own(s, a);
+}
