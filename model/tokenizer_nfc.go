@@ -38,14 +38,14 @@ func isLate(r rune) bool {
 }
 
 // nfc is NFC with the tables of Unicode 9.0. norm.NFC differs: it knows later characters, and it puts U+034F into a run of more than
-// 30 marks. Text that norm finds normal is normal here too, for what lies between late marks is; only the rest is done by hand, one
-// stretch between two boundaries at a time. Bytes that are not UTF-8 stay as they are.
+// 30 marks. Most text is normal and comes back as it is; the rest is done one stretch between two boundaries at a time. Bytes that are
+// not UTF-8 stay as they are.
 func nfc(s string) string {
-	n := norm.NFC.QuickSpanString(s)
+	n := normalSpan(s)
 	if n == len(s) {
 		return s
 	}
-	var out []byte
+	out := make([]byte, 0, len(s)+len(s)/16)
 	var c composer
 	for {
 		out = append(out, s[:n]...)
@@ -55,9 +55,58 @@ func nfc(s string) string {
 		n = boundary(s)
 		out = c.appendNFC(out, s[:n])
 		s = s[n:]
-		n = norm.NFC.QuickSpanString(s)
+		n = normalSpan(s)
 	}
 }
+
+// normalSpan returns the length of a start of s that is normal whatever follows it: all of s, or up to a boundary.
+func normalSpan(s string) int {
+	classes := normalClasses()
+	last, start := uint8(0), 0
+	for i := 0; i < len(s); {
+		if s[i] < utf8.RuneSelf {
+			last, start = 0, i
+			i++
+			continue
+		}
+		r, n := utf8.DecodeRuneInString(s[i:])
+		switch c := classes[min(r, rune(len(classes)-1))]; {
+		case c == 0:
+			start = i
+			last = 0
+		case c == notNormal || c < last:
+			return start
+		default:
+			last = c
+		}
+		i += n
+	}
+	return len(s)
+}
+
+// notNormal marks characters that NFC changes or may join to what precedes them, and the late ones. No combining class is as high.
+const notNormal = 255
+
+// normalClasses is the combining class or notNormal by character. All from the last one on are 0.
+var normalClasses = sync.OnceValue(func() *[0x30001]uint8 {
+	t := new([0x30001]uint8)
+	for r := rune(utf8.RuneSelf); r < 0x30000; r++ {
+		s := string(r)
+		switch p := norm.NFC.PropertiesString(s); {
+		case isLate(r) || p.Decomposition() != nil && norm.NFC.String(s) != s:
+			t[r] = notNormal
+		case utf8.ValidRune(r):
+			t[r] = p.CCC()
+		}
+	}
+	for pair := range compositions() {
+		t[pair[1]] = notNormal
+	}
+	for r := rune(vowelBase); r < tailBase+tails; r++ {
+		t[r] = notNormal
+	}
+	return t
+})
 
 // boundary returns the length of the first character of s and of all that could join it.
 func boundary(s string) int {
