@@ -2,17 +2,33 @@ package model
 
 import (
 	"hash/maphash"
+	"math"
 	"math/bits"
 	"sync/atomic"
 )
 
+// merge is the rank of a pair in the upper half and the id of what it becomes in the lower one, so that merges order by rank.
+type merge uint64
+
+// noMerge marks a pair that does not merge.
+const noMerge = merge(math.MaxUint64)
+
+func newMerge(rank, id int32) merge { return merge(uint32(rank))<<32 | merge(uint32(id)) }
+
+func (m merge) rank() int32 { return int32(m >> 32) }
+func (m merge) id() int32   { return int32(uint32(m)) }
+
+// goldenRatio spreads keys over a table whose size is a power of two: the upper bits of the product are the index (Knuth, volume 3, 6.4).
+const goldenRatio = 0x9e3779b97f4a7c15
+
 func pairKey(l, r int32) uint64 { return uint64(uint32(l))<<32 | uint64(uint32(r)) }
 
-// mergeTable maps pairs to merges: open addressing with linear probing, at most half full. Pairs of single bytes have a table of their own.
+// mergeTable maps pairs to merges: open addressing with linear probing, at most half full. Most pairs that are asked for do not merge;
+// a small table of bits, at most an eighth of them set, tells of most of these.
 type mergeTable struct {
 	slots []mergeSlot
-	shift uint            // 64 - log2(len(slots))
-	pairs *[1 << 16]merge // left byte << 8 | right byte
+	shift uint // 64 - log2(len(slots))
+	maybe []uint64
 }
 
 // mergeSlot is free when its key is 0; keys are pair keys plus one.
@@ -23,42 +39,56 @@ type mergeSlot struct {
 
 func newMergeTable(n int) mergeTable {
 	log := bits.Len(uint(2*n + 1))
-	return mergeTable{slots: make([]mergeSlot, 1<<log), shift: uint(64 - log)}
+	return mergeTable{slots: make([]mergeSlot, 1<<log), shift: uint(64 - log), maybe: make([]uint64, max(1, 1<<log>>3))}
 }
 
 // find returns the slot of a pair, or the free one where it belongs.
-func (t *mergeTable) find(pair uint64) *mergeSlot {
-	const golden = 0x9e3779b97f4a7c15
-	key := pair + 1
-	for i := int(key * golden >> t.shift); ; i = (i + 1) & (len(t.slots) - 1) {
+func (t *mergeTable) find(key uint64) *mergeSlot {
+	for i := int(key * goldenRatio >> t.shift); ; i = (i + 1) & (len(t.slots) - 1) {
 		if s := &t.slots[i]; s.key == key || s.key == 0 {
 			return s
 		}
 	}
 }
 
-func (t *mergeTable) set(pair uint64, m merge) { *t.find(pair) = mergeSlot{pair + 1, m} }
+// bit returns where a key's bit is.
+func (t *mergeTable) bit(key uint64) (word *uint64, bit uint64) {
+	h := key * goldenRatio
+	return &t.maybe[h>>(t.shift+3)], 1 << (h >> (t.shift - 3) & 63)
+}
+
+func (t *mergeTable) set(l, r int32, m merge) {
+	key := pairKey(l, r) + 1
+	*t.find(key) = mergeSlot{key, m}
+	word, bit := t.bit(key)
+	*word |= bit
+}
 
 // get returns the merge of a pair, noMerge when there is none.
 func (t *mergeTable) get(l, r int32) merge {
-	if s := t.find(pairKey(l, r)); s.key != 0 {
+	key := pairKey(l, r) + 1
+	if word, bit := t.bit(key); *word&bit == 0 {
+		return noMerge
+	}
+	if s := t.find(key); s.key != 0 {
 		return s.merge
 	}
 	return noMerge
 }
 
-// fillBytes makes the table of byte pairs; ids are those of single bytes.
-func (t *mergeTable) fillBytes(ids *[256]int32) {
-	t.pairs = new([1 << 16]merge)
-	for i := range t.pairs {
-		t.pairs[i] = t.get(ids[i>>8], ids[i&0xff])
-	}
+// pairCache remembers of pairs of tokens whether they stay apart. Each pair has one slot, which the latest pair takes; readers and
+// writers do not lock.
+type pairCache struct {
+	slots [1 << 16]atomic.Uint64
 }
 
-// bytes is get of the tokens of two bytes.
-func (t *mergeTable) bytes(l, r byte) merge { return t.pairs[int(l)<<8|int(r)] }
+// slot returns where a pair belongs, and what is there when the pair is known not to stay apart; one more says that it does.
+func (c *pairCache) slot(l, r int32) (slot *atomic.Uint64, key uint64) {
+	key = 2 * (uint64(l)<<24 + uint64(r) + 1)
+	return &c.slots[key*goldenRatio>>48], key
+}
 
-// pieceCache remembers the ids of short pieces. Each piece has one slot, which the latest piece takes; readers and writers do not lock.
+// pieceCache remembers the ids of short pieces, in the way of pairCache. A known piece is two memory accesses, whatever its length.
 type pieceCache struct {
 	slots [1 << 16]atomic.Pointer[cachedPiece]
 }

@@ -124,23 +124,17 @@ func newBPETrainer(corpus, special []string) *bpeTrainer {
 	for b := range 256 {
 		t.tokens = append(t.tokens, []byte{byte(b)})
 	}
-	cut := &Tokenizer{tokens: make([][]byte, len(special)), special: make([]bool, len(special))}
-	var added []addedJSON
-	for i, s := range special {
-		id := int32(i)
-		added = append(added, addedJSON{ID: &id, Content: s})
-	}
-	cut.addTokens(added, &problems{})
+	added := newLiterals(special)
 	split, pieces := splitterOf(splitPattern), map[string]int64{}
 	for _, text := range corpus {
 		for text != "" {
-			var plain string
-			plain, text = cut.cutAdded(text)
-			for plain = nfc(plain); plain != ""; {
+			at, end := added.find(text)
+			for plain := nfc(text[:at]); plain != ""; {
 				n := split.scan(plain)
 				pieces[plain[:n]]++
 				plain = plain[n:]
 			}
+			text = text[end:]
 		}
 	}
 	keys := make([]string, 0, len(pieces))
@@ -161,16 +155,6 @@ func newBPETrainer(corpus, special []string) *bpeTrainer {
 		t.push(p)
 	}
 	return t
-}
-
-// cutAdded splits text at its first added token: the text before it and the text after it.
-func (t *Tokenizer) cutAdded(text string) (before, after string) {
-	for i := range len(text) {
-		if a, ok := t.addedAt(text[i:]); ok {
-			return text[:i], text[i+len(a.text):]
-		}
-	}
-	return text, ""
 }
 
 // addPairs adds sign times the word's count to each of its pairs and notes the pairs in changed.

@@ -12,7 +12,9 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 )
 
 // tokenizerData holds folders made by tools/reference/tokenizer.py.
@@ -32,7 +34,7 @@ func peerFolders(t testing.TB, file string) []string {
 		}
 	}
 	if len(dirs) == 0 {
-		t.Skipf("no %s below build/tokenizer: see tools/reference/tokenizer.py --help, then go test ./model -run Tokenizer", file)
+		t.Skipf("no %s below build/tokenizer: make tokenizer-peer makes them", file)
 	}
 	return dirs
 }
@@ -141,49 +143,60 @@ func TestTokenizerMatchesPeer(t *testing.T) {
 	}
 }
 
-// peerCorpus reads the documents of corpus.jsonl.
-func peerCorpus(b *testing.B, dir string) (docs []string, size int) {
-	b.Helper()
-	raw, err := os.ReadFile(filepath.Join(dir, "corpus.jsonl"))
-	if err != nil {
-		b.Fatal(err)
-	}
-	for line := range strings.Lines(string(raw)) {
-		var s string
-		if err := json.Unmarshal([]byte(line), &s); err != nil {
+// BenchmarkPeerSpeed is run by tools/reference/tokenizer_speed.py, which compares it with the peer on the same texts.
+func BenchmarkPeerSpeed(b *testing.B) {
+	for _, dir := range peerFolders(b, "speed.jsonl") {
+		tok := loadPeer(b, dir)
+		raw, err := os.ReadFile(filepath.Join(dir, "speed.jsonl"))
+		if err != nil {
 			b.Fatal(err)
 		}
-		docs, size = append(docs, s), size+len(s)
+		for line := range strings.Lines(string(raw)) {
+			var kind string
+			var docs []string
+			if err := json.Unmarshal([]byte(line), &[]any{&kind, &docs}); err != nil {
+				b.Fatal(err)
+			}
+			b.Run(filepath.Base(dir)+"/"+kind, func(b *testing.B) { benchmarkDocs(b, tok, docs) })
+		}
 	}
-	return docs, size
 }
 
-// BenchmarkPeerCorpus is the counterpart of tools/reference/tokenizer.py speed.
-func BenchmarkPeerCorpus(b *testing.B) {
-	for _, dir := range peerFolders(b, "corpus.jsonl") {
-		b.Run(filepath.Base(dir), func(b *testing.B) {
-			tok := loadPeer(b, dir)
-			docs, size := peerCorpus(b, dir)
-			b.SetBytes(int64(size))
-			n := 0
-			for b.Loop() {
-				n = 0
-				for _, d := range docs {
-					n += len(tok.Encode(d))
-				}
-			}
-			b.ReportMetric(float64(n), "tokens")
-		})
+func benchmarkDocs(b *testing.B, tok *Tokenizer, docs []string) {
+	size, tokens := 0, 0
+	for _, d := range docs {
+		size += len(d)
 	}
+	b.SetBytes(int64(size))
+	start := cpuTime(b)
+	for b.Loop() {
+		tokens = 0
+		for _, d := range docs {
+			tokens += len(tok.Encode(d))
+		}
+	}
+	b.ReportMetric(float64(size)*float64(b.N)/(cpuTime(b)-start).Seconds()/1e6, "MB/cpu-s")
+	b.ReportMetric(float64(tokens), "tokens")
+}
+
+// cpuTime is the processor time of the process, which other processes change less than the time on the clock.
+func cpuTime(b *testing.B) time.Duration {
+	var u syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // BenchmarkPeerLoad times the reading of tokenizer.json.
 func BenchmarkPeerLoad(b *testing.B) {
 	for _, dir := range peerFolders(b, tokenizerFile) {
 		b.Run(filepath.Base(dir), func(b *testing.B) {
+			start := cpuTime(b)
 			for b.Loop() {
 				loadPeer(b, dir)
 			}
+			b.ReportMetric((cpuTime(b)-start).Seconds()/float64(b.N), "cpu-s/op")
 		})
 	}
 }
@@ -197,7 +210,7 @@ var repeated = []struct{ name, text string }{
 
 func ofSize(s string, size int) string { return strings.Repeat(s, size/len(s)) }
 
-// BenchmarkPeerRepeated shows by its speed at two sizes that time grows as n log n.
+// BenchmarkPeerRepeated shows by its speed at two sizes that time is linear.
 func BenchmarkPeerRepeated(b *testing.B) {
 	for _, dir := range peerFolders(b, tokenizerFile) {
 		tok := loadPeer(b, dir)
@@ -206,9 +219,11 @@ func BenchmarkPeerRepeated(b *testing.B) {
 				s := ofSize(c.text, mb*1_000_000)
 				b.Run(fmt.Sprintf("%s/%s/%dMB", filepath.Base(dir), c.name, mb), func(b *testing.B) {
 					b.SetBytes(int64(len(s)))
+					start := cpuTime(b)
 					for b.Loop() {
 						tok.Encode(s)
 					}
+					b.ReportMetric((cpuTime(b)-start).Seconds()/float64(b.N), "cpu-s/op")
 				})
 			}
 		}

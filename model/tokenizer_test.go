@@ -175,46 +175,6 @@ func TestSpecialTokens(t *testing.T) {
 	}
 }
 
-// naive merges by scanning for the best pair again and again.
-func naive(tok *Tokenizer, s string) []int32 {
-	var sym []int32
-	for i := range len(s) {
-		sym = append(sym, tok.byteID[s[i]])
-	}
-	for {
-		best, at := noMerge, -1
-		for i := 0; i+1 < len(sym); i++ {
-			if m := tok.merges.get(sym[i], sym[i+1]); m < best {
-				best, at = m, i
-			}
-		}
-		if at < 0 {
-			return sym
-		}
-		sym = slices.Replace(sym, at, at+2, best.id())
-	}
-}
-
-func TestBPEForms(t *testing.T) {
-	tok := testTokenizer(t)
-	rng := rand.New(rand.NewPCG(7, 8))
-	words := []string{"a", "aa", "quick", "the", "ox", "jumps", "中文", "é", "\xe4", "e", "r"}
-	var m merger // used again and again, as in a long text
-	for range 500 {
-		s := ""
-		for range 1 + rng.IntN(30) {
-			s += words[rng.IntN(len(words))]
-		}
-		want := naive(tok, s)
-		if got := tok.bpeLong(&m, nil, s); !slices.Equal(got, want) {
-			t.Fatalf("heap: %q gave %v, want %v", s, got, want)
-		}
-		if got := tok.bpe(&m, nil, s); !slices.Equal(got, want) {
-			t.Fatalf("scan: %q gave %v, want %v", s, got, want)
-		}
-	}
-}
-
 // edit changes a tokenizer.json through a generic map.
 func edit(t *testing.T, b []byte, change func(m map[string]any)) []byte {
 	t.Helper()
@@ -342,6 +302,33 @@ func TestTokenizerRefusals(t *testing.T) {
 		_, err := ParseTokenizer(edit(t, base, change))
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("want %q, got %v", want, err)
+		}
+	}
+}
+
+func TestVocabularyForms(t *testing.T) {
+	read := func(vocab, merges string) string {
+		var p problems
+		var got []string
+		readVocab([]byte(vocab), &p, func(token []byte, id int32) { got = append(got, fmt.Sprintf("%s=%d", token, id)) })
+		readMerges([]byte(merges), &p, func(l, r []byte) { got = append(got, fmt.Sprintf("%s+%s", l, r)) })
+		for _, err := range p {
+			got = append(got, err.Error())
+		}
+		return strings.Join(got, "; ")
+	}
+	for _, c := range []struct{ vocab, merges, want string }{
+		{`{}`, ``, ""}, {`{}`, `null`, ""}, {` { } `, ` [ ] `, ""},
+		{`{"a":1, "\u0120\"" : 22 ,"Ġ":3}`, `["a b", ["a\\", "b"] , ["a" , "b c"]]`, `a=1; Ġ"=22; Ġ=3; a+b; a\+b; a+b c`},
+		{`null`, `{"a": 1}`, `model.vocab = null, want an object of tokens and ids; model.merges = {"a": 1}, want a list`},
+		{`{"a": 1.5, "b": -1, "c": "1", "d": 16777216, "e": [7], "f": 16777215}`, ``,
+			`f=16777215; token "a" has id 1.5, want 0..16777215; token "b" has id -1, want 0..16777215; token "c" has id "1", want 0..16777215; ` +
+				`token "d" has id 16777216, want 0..16777215; token "e" has id [7], want 0..16777215`},
+		{`{}`, `[["a"], "ab", ["a", "b", "c"], "a b c", 3, ["", "b"], "a b"]`, `a+b; merge 0 is ["a"], want two tokens; merge 1 is "ab", want two tokens; ` +
+			`merge 2 is ["a", "b", "c"], want two tokens; merge 3 is "a b c", want two tokens; merge 4 is 3, want two tokens; merge 5 is ["", "b"], want two tokens`},
+	} {
+		if got := read(c.vocab, c.merges); got != c.want {
+			t.Errorf("%s %s\n got %s\nwant %s", c.vocab, c.merges, got, c.want)
 		}
 	}
 }
