@@ -3,12 +3,9 @@
 
     tokenizer.py derive RANKS OUT_DIR                    tokenizer.json of Qwen3.5 from its tiktoken ranks
     tokenizer.py cases DIR [--count N] [--ranks RANKS]   DIR/cases.bin, from DIR/tokenizer.json: strings and ids, ids and strings
-    tokenizer.py corpus DIR [--source PATH ...]          DIR/corpus.jsonl, the speed corpus: text files below the paths, seeded choice
-    tokenizer.py speed DIR                               seconds of tokenizers on DIR/corpus.jsonl, one thread
     tokenizer.py golden TOKENIZER_JSON OUT.json          the committed golden file: pieces, classes, NFC, ids of a small tokenizer
 
-The Go tests read every folder of build/tokenizer (go test ./model -run Tokenizer); a folder holds tokenizer.json and, from the commands
-above, cases.bin and corpus.jsonl. With --ranks (the tiktoken file of the same vocabulary) tiktoken encodes every string too and the
+The Go tests read every folder of build/tokenizer (go test ./model -run Tokenizer); a folder holds tokenizer.json and cases.bin. With --ranks (the tiktoken file of the same vocabulary) tiktoken encodes every string too and the
 strings on which it disagrees with tokenizers are counted and sorted into reasons; expected ids are always those of tokenizers.
 cases.bin is a sequence of records: kind (0 encode, 1 decode), text, ids, and in encode records the decoded text, where lengths, ids and
 kind are unsigned LEB128, strings are UTF-8 after their length, and a decoded length of 0 stands for "the text itself", else length + 1.
@@ -26,7 +23,6 @@ import random
 import re
 import sys
 import sysconfig
-import time
 import unicodedata
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -265,40 +261,6 @@ def cases(folder, count, seed, ranks, sources):
         print(f"  tiktoken: {peer.same} the same, " + ", ".join(f"{n} other: {k}" for k, n in peer.other.items()))
 
 
-def corpus(folder, sources, size, seed):
-    groups = [{".py"}, {".md", ".rst", ".txt"}, {".go", ".c", ".h", ".js", ".ts"}, {".json", ".html", ".po", ".xml"}]
-    r, total = random.Random(seed), 0
-    with open(folder / "corpus.jsonl", "w", encoding="utf-8") as f:
-        for suffixes in groups:
-            share = 0
-            files = text_files(sources, suffixes)
-            r.shuffle(files)
-            for p in files:
-                text = read_text(p)
-                if len(text) < 200 or "\ufffd" in text:
-                    continue
-                for at in range(0, min(len(text), 64 << 10), 16 << 10):
-                    f.write(json.dumps(text[at:at + (16 << 10)]) + "\n")
-                share += min(len(text.encode()), 64 << 10)
-                if share > size // len(groups):
-                    break
-            print(f"  {share} bytes of {' '.join(sorted(suffixes))}")
-            total += share
-    print(f"{folder}: {total} bytes")
-
-
-def speed(folder):
-    tok = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = [json.loads(line) for line in open(folder / "corpus.jsonl", encoding="utf-8")]
-    size, best = sum(len(t.encode()) for t in texts), float("inf")
-    for _ in range(3):
-        start, n = time.perf_counter(), 0
-        for t in texts:
-            n += len(tok.encode_batch_fast([t], add_special_tokens=False)[0].ids)
-        best = min(best, time.perf_counter() - start)
-    print(f"tokenizers: {size} bytes, {n} tokens, best of 3 {best:.3f} s, {size / best / 1e6:.2f} MB/s")
-
-
 def classes():
     """One letter per code point (surrogates as other): L, M, N, s (whitespace) or '.', as the pattern engine sees them."""
     every = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
@@ -349,22 +311,17 @@ def golden(tokenizer, out, seed):
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("command", choices=["derive", "cases", "corpus", "speed", "golden"])
+    ap.add_argument("command", choices=["derive", "cases", "golden"])
     ap.add_argument("paths", nargs="+", type=pathlib.Path)
     ap.add_argument("--count", type=int, default=1_000_000)
     ap.add_argument("--seed", type=int, default=1)
     ap.add_argument("--ranks")
-    ap.add_argument("--size", type=int, default=8 << 20)
     ap.add_argument("--source", nargs="+", default=[sysconfig.get_paths()["stdlib"]])
     a = ap.parse_args()
     if a.command == "derive":
         derive(*a.paths)
     elif a.command == "cases":
         cases(a.paths[0], a.count, a.seed, a.ranks, a.source)
-    elif a.command == "corpus":
-        corpus(a.paths[0], a.source, a.size, a.seed)
-    elif a.command == "speed":
-        speed(a.paths[0])
     else:
         golden(*a.paths, a.seed)
 
