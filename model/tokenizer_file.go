@@ -90,9 +90,6 @@ func parseTokenizer(b, config []byte) (*Tokenizer, error) {
 	if err := json.Unmarshal(b, &j); err != nil {
 		return nil, fmt.Errorf("parse tokenizer.json: %w", err)
 	}
-	if err := errors.Join(j.refuse()...); err != nil {
-		return nil, &Error{Op: "read tokenizer.json", Err: err, Hint: "only byte-level BPE with the split pattern of Qwen3.5 or of Qwen3 is supported"}
-	}
 	if len(config) > 0 {
 		more, err := configTokens(config)
 		if err != nil {
@@ -103,6 +100,9 @@ func parseTokenizer(b, config []byte) (*Tokenizer, error) {
 				j.Added = append(j.Added, a)
 			}
 		}
+	}
+	if err := errors.Join(j.refuse()...); err != nil {
+		return nil, &Error{Op: "read tokenizer.json", Err: err, Hint: "only byte-level BPE with the split pattern of Qwen3.5 or of Qwen3 is supported"}
 	}
 	t := &Tokenizer{raw: b, split: splitterOf(*j.PreTokenizer.Items[0].Pattern.Regex), whole: j.Model.IgnoreMerges}
 	if err := errors.Join(t.fill(&j)...); err != nil {

@@ -252,6 +252,10 @@ func TestTokenizerFileForms(t *testing.T) {
 	if got := more.Encode("<tts>"); !slices.Equal(got, []int32{421}) || more.VocabSize() != 422 {
 		t.Errorf("token of tokenizer_config.json: %v", got)
 	}
+	fsys["tokenizer_config.json"].Data = []byte(`{"added_tokens_decoder": {"421": {"content": ""}, "422": {"content": "<s>", "lstrip": true}}}`)
+	if _, err := LoadTokenizer(fsys); err == nil || !strings.Contains(err.Error(), "no id or no content") || !strings.Contains(err.Error(), `"<s>": single_word false, lstrip true`) {
+		t.Errorf("tokens of tokenizer_config.json that are not as they should be: %v", err)
+	}
 	if _, err := LoadTokenizer(fstest.MapFS{}); !errors.Is(err, ErrNoTokenizer) {
 		t.Errorf("no file: %v", err)
 	}
