@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"math"
 	"os"
 	"path/filepath"
@@ -41,20 +40,71 @@ type SaveOptions struct {
 	MaxShardBytes int64
 }
 
-// SaveAs writes a Hugging Face directory as o asks for, with the SHA-256 of every file in SHA256SUMS (VerifySums). With Keep, dir must be
-// absent or empty. At every instant dir is what it was or complete: an existing checkpoint is replaced as a whole, whatever its shards,
-// and files there that are no part of one stay. A save that was killed leaves the hidden folder .NAME.saving beside dir; the next one to
-// the same dir goes on with it. Host memory stays below 32 MiB whatever the size of the model.
+// SaveAs writes a Hugging Face directory as o asks for, with the SHA-256 of every file in SHA256SUMS (VerifySums). At every instant dir is
+// what it was or complete: an existing checkpoint, that of Keep included, is replaced as a whole, whatever its shards, and files there
+// that are no part of one stay. A save that was killed leaves the hidden folder .NAME.saving beside dir; the next one to the same dir goes
+// on with it. Host memory stays below 32 MiB whatever the size of the model.
 func (m *Model) SaveAs(dir string, o SaveOptions) error { return m.saveAs(dir, o, nil) }
+
+// CheckSave finds out what would make SaveAs fail, before the work whose result it is to save: options, the checkpoint to keep, what is in
+// dir. It returns about how many bytes SaveAs writes.
+func (m *Model) CheckSave(dir string, o SaveOptions) (bytes int64, err error) {
+	p, err := m.planSave(o)
+	if err != nil {
+		return 0, err
+	}
+	if err = (&saver{dir: filepath.Clean(dir)}).inspect(p.outs); err != nil {
+		err = fmt.Errorf("save model: %w", err)
+	}
+	return p.bytes, errors.Join(err, p.close())
+}
 
 // saveAs is SaveAs with the step function of writeDir.
 func (m *Model) saveAs(dir string, o SaveOptions, step func(string)) error {
+	p, err := m.planSave(o)
+	if err != nil {
+		return err
+	}
+	return errors.Join(writeDir(dir, p.outs, step), p.close())
+}
+
+// savePlan is what a save writes. kept is the open checkpoint that some of it comes from, or nil.
+type savePlan struct {
+	outs  []output
+	bytes int64 // of tensors
+	kept  *Checkpoint
+}
+
+func (p *savePlan) close() error {
+	if p.kept == nil {
+		return nil
+	}
+	return p.kept.Close()
+}
+
+func (m *Model) planSave(o SaveOptions) (p *savePlan, err error) {
 	if o.DType > SaveStored || o.MaxShardBytes < 0 {
-		return fmt.Errorf("save model: dtype option %d, shard limit %d", o.DType, o.MaxShardBytes)
+		return nil, fmt.Errorf("save model: dtype option %d, shard limit %d", o.DType, o.MaxShardBytes)
 	}
-	if o.Keep != "" {
-		return m.saveKeeping(dir, o, step)
+	p = &savePlan{}
+	var files map[string][]byte
+	var ts []source
+	if o.Keep == "" {
+		files, ts = m.textOnly(o)
+	} else if files, ts, err = m.keeping(o, p); err != nil {
+		return nil, errors.Join(err, p.close())
 	}
+	for _, t := range ts {
+		p.bytes += t.bytes
+	}
+	if p.outs, err = checkpointFiles(files, ts, o.MaxShardBytes); err != nil {
+		return nil, errors.Join(fmt.Errorf("save model: %w", err), p.close())
+	}
+	return p, nil
+}
+
+// textOnly lists the files and weights of a save without Keep.
+func (m *Model) textOnly(o SaveOptions) (files map[string][]byte, ts []source) {
 	dtype := "float32"
 	stored := map[string]string{}
 	if o.DType == SaveStored {
@@ -65,9 +115,8 @@ func (m *Model) saveAs(dir string, o SaveOptions, step func(string)) error {
 			}
 		}
 	}
-	files := map[string][]byte{configFile: m.Config.flat(dtype)}
+	files = map[string][]byte{configFile: m.Config.flat(dtype)}
 	m.addFiles(files)
-	var ts []source
 	for _, e := range m.Params.entries {
 		t := "F32"
 		if s, ok := stored[e.Name]; ok {
@@ -75,11 +124,7 @@ func (m *Model) saveAs(dir string, o SaveOptions, step func(string)) error {
 		}
 		ts = append(ts, m.Params.source(e, e.Name, t, o.DType == SaveStored))
 	}
-	outs, err := checkpointFiles(files, ts, o.MaxShardBytes)
-	if err != nil {
-		return fmt.Errorf("save model: %w", err)
-	}
-	return writeDir(dir, outs, step)
+	return files, ts
 }
 
 // addFiles adds the tokenizer and template files that the model was loaded with.
@@ -92,28 +137,20 @@ func (m *Model) addFiles(files map[string][]byte) {
 	}
 }
 
-// saveKeeping is SaveAs with Keep. Tensors that are not parameters go from the mapped source to the new file.
-func (m *Model) saveKeeping(dir string, o SaveOptions, step func(string)) (err error) {
-	old, err := os.ReadDir(dir)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("save model: %w", err)
-	}
-	if len(old) > 0 {
-		return &Error{Op: "save model", Err: fmt.Errorf("%s is not empty", dir), Hint: "give a directory that does not exist yet"}
-	}
-	files, err := m.keptFiles(o)
-	if err != nil {
-		return err
+// keeping lists the files and weights of a save with Keep, and opens that checkpoint in p. Tensors that are not parameters go from the
+// mapped source to the new file.
+func (m *Model) keeping(o SaveOptions, p *savePlan) (files map[string][]byte, ts []source, err error) {
+	if files, err = m.keptFiles(o); err != nil {
+		return nil, nil, err
 	}
 	c, err := openDir(o.Keep, true)
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
-	defer func() { err = errors.Join(err, c.Close()) }()
+	p.kept = c
 	if err := c.Check(m.Config); err != nil {
-		return err
+		return nil, nil, err
 	}
-	var ts []source
 	for i, f := range c.files {
 		for _, t := range f.tensors {
 			if !c.stored[place{i, t.Name}] {
@@ -129,7 +166,7 @@ func (m *Model) saveKeeping(dir string, o SaveOptions, step func(string)) (err e
 			}
 			e, ok := m.Params.Lookup(name)
 			if !ok {
-				return fmt.Errorf("save model: %q is not a parameter", name)
+				return nil, nil, fmt.Errorf("save model: %q is not a parameter", name)
 			}
 			dtype := t.DType
 			if o.DType == SaveFloat32 {
@@ -138,11 +175,7 @@ func (m *Model) saveKeeping(dir string, o SaveOptions, step func(string)) (err e
 			ts = append(ts, m.Params.source(e, t.Name, dtype, true))
 		}
 	}
-	outs, err := checkpointFiles(files, ts, o.MaxShardBytes)
-	if err != nil {
-		return fmt.Errorf("save model: %w", err)
-	}
-	return writeDir(dir, outs, step)
+	return files, ts, nil
 }
 
 // keptFiles returns the files beside the weights: those of o.Keep, and over them the tokenizer and templates the model works with.

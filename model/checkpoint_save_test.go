@@ -327,12 +327,15 @@ func TestSaveKeepingRefuses(t *testing.T) {
 	save(gone, "shard gone.safetensors is missing", "model.visual.patch.bias")
 
 	full := t.TempDir()
-	if err := os.WriteFile(filepath.Join(full, "x"), nil, 0o644); err != nil {
+	if err := os.Mkdir(filepath.Join(full, "x"), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	var hint *Error
-	if err := m.SaveAs(full, SaveOptions{Keep: gone}); !errors.As(err, &hint) || !strings.Contains(err.Error(), "is not empty") {
-		t.Errorf("full directory: %v", err)
+	if _, err := m.CheckSave(full, SaveOptions{}); !errors.As(err, &hint) || !strings.Contains(err.Error(), "the folder x") {
+		t.Errorf("a folder in the way: %v", err)
+	}
+	if _, err := m.CheckSave(filepath.Join(full, "new"), SaveOptions{Keep: gone}); err == nil || !strings.Contains(err.Error(), "gone.safetensors") {
+		t.Errorf("a damaged original: %v", err)
 	}
 	if err := m.SaveAs(full, SaveOptions{MaxShardBytes: -1}); err == nil {
 		t.Error("negative shard limit was accepted")
@@ -363,6 +366,44 @@ func TestSaveKeepingRefuses(t *testing.T) {
 	}
 	if err := m.SaveAs(filepath.Join(t.TempDir(), "out"), SaveOptions{Keep: src, DType: SaveStored}); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestSaveOverItsSource checks that a model can take the place of the checkpoint that it came from and keeps, and that CheckSave, which
+// changes nothing, knows the size.
+func TestSaveOverItsSource(t *testing.T) {
+	dev := openCPU(t)
+	cfg := smallConfig(true)
+	ts := stored(cfg, "model.language_model.")
+	src := publish(t, nestedConfig(t, cfg), ts, 3)
+	if err := os.WriteFile(filepath.Join(src, "notes.md"), []byte("mine"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	m, err := Load(src, dev, LoadOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	o := SaveOptions{Keep: src, DType: SaveStored}
+	before := dirFiles(t, src)
+	size, err := m.CheckSave(src, o)
+	if err != nil || !equalFiles(dirFiles(t, src), before) {
+		t.Fatalf("CheckSave changed something, or %v", err)
+	}
+	if err := m.SaveAs(src, o); err != nil {
+		t.Fatal(err)
+	}
+	got, n := readStored(t, src)
+	sameTensors(t, got, ts)
+	for _, x := range ts {
+		size -= int64(len(x.Data))
+	}
+	after := dirFiles(t, src)
+	if n != 1 || size != 0 || after["notes.md"] != "mine" || after[indexFile] != "" {
+		t.Errorf("%d weight files, %d bytes too many, files %q", n, size, names(after))
+	}
+	if left, err := os.ReadDir(filepath.Dir(src)); err != nil || len(left) != 1 {
+		t.Errorf("left behind %v (%v)", left, err)
 	}
 }
 

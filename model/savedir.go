@@ -26,6 +26,9 @@ const sumsFile = "SHA256SUMS"
 // savingSuffix ends the name of the hidden folder, beside its final place, in which a directory is written.
 const savingSuffix = ".saving"
 
+// AdapterDir is the folder below a merged checkpoint for the adapter that went into it. It goes when the checkpoint is replaced.
+const AdapterDir = "adapter"
+
 // output is a file to write; fill gives the same bytes whenever it is called.
 type output struct {
 	name string
@@ -131,7 +134,7 @@ func (s *saver) inspect(outs []output) error {
 	s.exists = len(entries) > 0
 	for _, e := range entries {
 		switch {
-		case slices.ContainsFunc(outs, func(o output) bool { return o.name == e.Name() }), ofCheckpoint(e.Name()):
+		case slices.ContainsFunc(outs, func(o output) bool { return o.name == e.Name() }), ofCheckpoint(e.Name()), e.Name() == AdapterDir && e.IsDir():
 		case e.IsDir():
 			return &Error{Op: "replace " + s.dir, Err: fmt.Errorf("it holds the folder %s, which is no part of a checkpoint", e.Name()),
 				Hint: "give another directory, or move that folder away"}

@@ -53,8 +53,8 @@ type Policy interface {
 	OptStep() int64
 	// Save writes what a checkpoint of the run holds: a Hugging Face directory, or a PEFT one with an adapter.
 	Save(dir string) error
-	// Export writes a whole Hugging Face directory, with the adapter, if there is one, in its folder adapter.
-	Export(dir string) error
+	// Export writes a whole Hugging Face directory as o asks for, with the adapter, if there is one, in its folder adapter.
+	Export(dir string, o model.SaveOptions) error
 	// ExportBytes is about what Export writes.
 	ExportBytes() int64
 	SHA256() (string, error)
@@ -173,8 +173,8 @@ func (p modelPolicy) State(k model.StateKind) ([]byte, error) { return p.m.Train
 func (p modelPolicy) SetState(k model.StateKind, b []byte) error {
 	return p.m.Trainable().SetState(k, b)
 }
-func (p modelPolicy) Export(dir string) error { return exportModel(p.m, dir) }
-func (p modelPolicy) SHA256() (string, error) { return p.m.WeightsSHA256() }
+func (p modelPolicy) Export(dir string, o model.SaveOptions) error { return exportModel(p.m, dir, o) }
+func (p modelPolicy) SHA256() (string, error)                      { return p.m.WeightsSHA256() }
 
 func (p modelPolicy) Save(dir string) error {
 	if p.m.Adapter != nil {

@@ -238,8 +238,8 @@ func (f *fakeModel) SetState(k model.StateKind, b []byte) error {
 	}
 	return nil
 }
-func (f *fakeModel) Export(dir string) error { return f.Save(dir) }
-func (f *fakeModel) ExportBytes() int64      { return 8 }
+func (f *fakeModel) Export(dir string, _ model.SaveOptions) error { return f.Save(dir) }
+func (f *fakeModel) ExportBytes() int64                           { return 8 }
 func (f *fakeModel) Save(dir string) error {
 	b, err := f.State(model.Weights)
 	if err != nil {

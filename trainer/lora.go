@@ -97,11 +97,11 @@ func sameAdapter(l model.LoRA, m *model.Model) error {
 
 // adapterDir is where Export puts the adapter, below the merged checkpoint: beside its files, transformers would take the directory for an
 // adapter without a base.
-const adapterDir = "adapter"
+const adapterDir = model.AdapterDir
 
 // exportModel writes m for other programs: a whole checkpoint, and its adapter as PEFT reads it.
-func exportModel(m *model.Model, dir string) error {
-	if err := m.Save(dir); err != nil {
+func exportModel(m *model.Model, dir string, o model.SaveOptions) error {
+	if err := m.SaveAs(dir, o); err != nil {
 		return err
 	}
 	if m.Adapter == nil {

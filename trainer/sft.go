@@ -20,8 +20,9 @@ import (
 
 // SFTOptions are what RunSFT needs beyond the configuration.
 type SFTOptions struct {
-	Out      string // directory of the trained model, Hugging Face layout; empty = not saved
-	HeldOut  int    // demonstrations kept aside for the held-out loss, 0 = 64
+	Out      string            // directory of the trained model, Hugging Face layout; empty = not saved
+	Save     model.SaveOptions // how Out is written
+	HeldOut  int               // demonstrations kept aside for the held-out loss, 0 = 64
 	Step     func(SFTStep)
 	Progress func(Progress)
 }
@@ -296,7 +297,7 @@ func RunSFT(ctx context.Context, cfg Config, d *Deps, o SFTOptions) (*SFTReport,
 	}
 	if o.Out != "" {
 		err := persist(ctx, cfg.Run.PauseLimit, nil, func(text string) { d.logger().Warn(text) }, func() error {
-			return diskError("save model", o.Out, size, d.Policy.Export(o.Out))
+			return diskError("save model", o.Out, size, d.Policy.Export(o.Out, o.Save))
 		})
 		if err != nil {
 			return nil, err

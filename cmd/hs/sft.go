@@ -14,6 +14,10 @@ type sftCmd struct {
 	New  string `help:"tiny = fresh tokenizer and weights; default trains model.path."`
 	Ckpt string `type:"path" help:"Start from this checkpoint instead of model.path."`
 	Out  string `type:"path" help:"Directory of the result, Hugging Face layout; a LoRA adapter is merged, and lies in its folder adapter."`
+
+	Keep  string `type:"path" help:"Checkpoint whose vision tower, MTP head, tensor names and config.json --out keeps; default the one that training starts from." placeholder:"DIR"`
+	DType string `name:"dtype" default:"f32" enum:"stored,f32" help:"f32 = exact, to train on; stored = the dtypes of --keep, or bf16 as published."`
+
 	Pack string `type:"path" help:"Pack this checkpoint directory for embedding instead of training." placeholder:"DIR"`
 	Into string `type:"path" help:"Where --pack writes." placeholder:"DIR"`
 
@@ -77,7 +81,17 @@ func (c *sftCmd) Run(ctx context.Context, g *globals) error {
 	if text := cfg.LoRA.Caution(cfg.SFT.LR); text != "" {
 		g.logger().Warn(text)
 	}
-	rep, err := trainer.RunSFT(ctx, cfg, s.deps, trainer.SFTOptions{Out: c.Out, Progress: g.progress.report, Step: func(st trainer.SFTStep) {
+	o := model.SaveOptions{Keep: c.Keep}
+	if o.Keep == "" && c.New == "" {
+		o.Keep = cfg.Model.Path // empty: the shipped checkpoint, which has nothing else
+	}
+	if c.DType == "stored" {
+		o.DType = model.SaveStored
+	}
+	if _, err := s.model.CheckSave(c.Out, o); err != nil {
+		return err
+	}
+	rep, err := trainer.RunSFT(ctx, cfg, s.deps, trainer.SFTOptions{Out: c.Out, Save: o, Progress: g.progress.report, Step: func(st trainer.SFTStep) {
 		if st.HeldOut > 0 || st.Step%20 == 0 || st.Step == st.Steps {
 			g.progress.clear()
 			line := fmt.Sprintf("sft %5d/%d  loss %.4f  |g| %.3f  lr %.2e  %d tokens  %.2fs", st.Step, st.Steps, st.Loss, st.GradNorm, st.LR, st.Tokens, st.Seconds)
