@@ -65,7 +65,7 @@ def compare(hs, ckpt, gguf, texts, work):
         return row - np.log(np.exp(row).sum())
 
     valid = vocabulary(ckpt)
-    llm = Llama(model_path=str(gguf), n_ctx=1024, logits_all=True, verbose=False, n_threads=2, type_k=0, type_v=0, flash_attn=False)
+    llm = Llama(model_path=str(gguf), n_ctx=1024, logits_all=True, verbose=False, n_threads=1, type_k=0, type_v=0, flash_attn=False)
     rows, ok = [], True
     for text in texts:
         file = work / "text.txt"
