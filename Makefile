@@ -25,7 +25,7 @@ EMU_OBJ  := $(CU:kernels/cuda/%.cu=build/emu/%.o) build/emu/emu.o
 EMU_FLAGS := -x c++ -std=c++17 -O2 -g1 -Wall -Wextra -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wno-unknown-pragmas \
              -Wno-psabi -include kernels/emu/shim.h
 
-.PHONY: help report build demo test emu cuda cuda-toolchain cuda-check race vet fmt staticcheck check fuzz reference checkpoints tokenizer-peer tokenizer-speed chat-peer golden tiny bench size clean
+.PHONY: help report build gpu gpu-test demo test emu cuda cuda-toolchain cuda-check race vet fmt staticcheck check fuzz reference checkpoints tokenizer-peer tokenizer-speed chat-peer golden tiny bench size clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -83,6 +83,29 @@ build/libhs_cuda.so: $(CU:kernels/cuda/%.cu=build/cu/%.o) kernels/cuda/exports.m
 
 cuda-check: build/libhs_cuda.so ## registers, spills, stack and tensor-core instructions of every kernel against kernels/cuda/resources.txt
 	@tools/cudares.sh check
+
+# gorgonia.org/cu sees CUDA headers through kernels/cuda/compat and links kernels/cuda/shim in place of the driver. Go's build cache does
+# not see edits of these headers: raise HS_CU_COMPAT with each.
+GPU_ENV := CGO_CFLAGS="-O2 -g -DHS_CU_COMPAT=1 -I$(CURDIR)/kernels/cuda/compat -I$(abspath $(CUDA_HOME))/include" \
+           CGO_LDFLAGS="-O2 -g -L$(CURDIR)/build/gpu"
+
+gpu: build/gpu/libcuda.a ## build/hs with the driver layer for NVIDIA GPUs (tag gpu; CUDA headers from CUDA_HOME or make cuda-toolchain)
+	@test -f $(CUDA_HOME)/include/cuda.h || { echo "no $(CUDA_HOME)/include/cuda.h. Type: make cuda-toolchain, or set CUDA_HOME=DIR"; exit 1; }
+	@mkdir -p build
+	$(GPU_ENV) go build -tags gpu -trimpath -ldflags '$(LDFLAGS)' -o $(HS) ./cmd/hs
+
+build/gpu/libcuda.a: kernels/cuda/shim/shim.c kernels/cuda/shim/symbols.inc
+	@mkdir -p build/gpu
+	$(CC) -O2 -Wall -Wextra -fPIC -c $< -o build/gpu/shim.o
+	$(AR) rcs $@ build/gpu/shim.o
+
+build/gpu/libcuda.so.1: kernels/emu/libcuda.c
+	@mkdir -p build/gpu
+	$(CC) -O2 -Wall -Wextra -shared -fPIC -Wl,-soname,libcuda.so.1 -o $@ $<
+
+gpu-test: build/gpu/libcuda.a build/gpu/libcuda.so.1 build/libhs_emu.so ## the driver layer of the gpu build against a stand-in driver, no GPU needed
+	@test -f $(CUDA_HOME)/include/cuda.h || { echo "no $(CUDA_HOME)/include/cuda.h. Type: make cuda-toolchain, or set CUDA_HOME=DIR"; exit 1; }
+	$(GPU_ENV) HS_FAKE_DRIVER=1 LD_LIBRARY_PATH=$(CURDIR)/build/gpu go test -tags gpu -v -run 'TestCUDA' ./kernels
 
 demo: build ## train the shipped tiny policy with Harness-S on the embedded database world: SEED=1 RUN=demo-1
 	$(HS) train --preset demo --set run.seed=$(SEED) --run $(RUN) --clean --json

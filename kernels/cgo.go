@@ -35,6 +35,13 @@ static hs_result hs_shim_run(const hs_api* api, uintptr_t stream, int32_t op, co
   return hs_result_of(api, api->run((hs_stream*)stream, op, args));
 }
 static hs_result hs_shim_configure(const hs_api* api, const char* k, const char* v) { return hs_result_of(api, api->configure(k, v)); }
+static hs_result hs_shim_sync(const hs_api* api, uintptr_t stream) { return hs_result_of(api, api->stream_sync((hs_stream*)stream)); }
+static uintptr_t hs_shim_stream(const hs_api* api, uintptr_t native) { return (uintptr_t)api->stream_create((void*)native); }
+static void hs_shim_end_stream(const hs_api* api, uintptr_t stream) { api->stream_destroy((hs_stream*)stream); }
+
+// Of cuda/shim/shim.c, which the gpu build links: why there is no NVIDIA driver.
+__attribute__((weak)) const char* hs_cu_why(void);
+static const char* hs_shim_driver_why(void) { return hs_cu_why ? hs_cu_why() : ""; }
 static int64_t hs_shim_workspace(const hs_api* api, int32_t op, const void* args) { return api->workspace(op, args); }
 static const char* hs_shim_build(const hs_api* api) { return api->build_info(); }
 
@@ -201,6 +208,18 @@ func (t table) configure(key, value string) error {
 	defer C.free(unsafe.Pointer(v))
 	return resultError(C.hs_shim_configure(t.api, k, v))
 }
+
+// newStream gives the table's handle for a driver's raw stream.
+func (t table) newStream(native uintptr) uintptr {
+	return uintptr(C.hs_shim_stream(t.api, C.uintptr_t(native)))
+}
+
+func (t table) freeStream(h uintptr) { C.hs_shim_end_stream(t.api, C.uintptr_t(h)) }
+
+func (t table) sync(h uintptr) error { return resultError(C.hs_shim_sync(t.api, C.uintptr_t(h))) }
+
+// driverWhy says why no NVIDIA driver was loaded; "" when one was or this build has none.
+func driverWhy() string { return C.GoString(C.hs_shim_driver_why()) }
 
 func (t table) name() string      { return C.GoString(t.api.name) }
 func (t table) buildInfo() string { return C.GoString(C.hs_shim_build(t.api)) }

@@ -48,7 +48,7 @@ type Options struct {
 	Threads int    // 0 = all CPUs, at most 64
 	SIMD    string // "" or "auto", "avx512", "avx2", "scalar"
 	Gemm    string // "" or "own", "openblas"
-	LibDir  string // where libhs_emu.so is looked for first; then beside the executable, then in build/
+	LibDir  string // where libhs_emu.so and libhs_cuda.so are looked for first; then beside the executable, then in build/
 	Emu     EmuOptions
 }
 
@@ -79,18 +79,20 @@ type LedgerLine struct {
 	Buffers, NumAlloc int
 }
 
-// driver is what differs between kinds of memory and tables. Copies and ops may be called from one goroutine per stream at a time.
+// driver is what differs between kinds of memory and tables. h is a stream of newStream. Copies and ops may be called from one goroutine
+// per stream at a time; copies are complete when they return.
 type driver interface {
 	info() Info
 	alloc(bytes int64) (Ptr, error) // 64-byte aligned, zeroed
 	free(p Ptr, bytes int64)
-	newStream() uintptr
+	newStream() (uintptr, error)
 	freeStream(h uintptr)
+	sync(h uintptr) error
 	run(h uintptr, op Op, args unsafe.Pointer) error
 	workspace(op Op, args unsafe.Pointer) int64
-	copyIn(dst Ptr, src unsafe.Pointer, n int64)
-	copyOut(dst unsafe.Pointer, src Ptr, n int64)
-	fill(dst Ptr, n int64, v byte)
+	copyIn(h uintptr, dst Ptr, src unsafe.Pointer, n int64) error
+	copyOut(h uintptr, dst unsafe.Pointer, src Ptr, n int64) error
+	fill(h uintptr, dst Ptr, n int64, v byte) error
 	configure(key, value string) error
 	close() error
 }
@@ -117,14 +119,18 @@ func Open(name string, o Options) (*Device, error) {
 	case name == "emu":
 		drv, err = openEmu(o)
 	case strings.HasPrefix(name, "cuda"):
-		drv, err = openCUDA(name)
+		drv, err = openCUDA(name, o)
 	default:
 		err = &Error{Op: "open device", Err: fmt.Errorf("%q: %w", name, ErrNoDevice), Hint: `devices are "cpu", "null", "emu" and "cuda:N"`}
 	}
 	if err != nil {
 		return nil, err
 	}
-	return &Device{drv: drv, live: map[*Buffer]struct{}{}, ledger: map[string]*LedgerLine{}, total: LedgerLine{Label: "total"}}, nil
+	return newDevice(drv), nil
+}
+
+func newDevice(drv driver) *Device {
+	return &Device{drv: drv, live: map[*Buffer]struct{}{}, ledger: map[string]*LedgerLine{}, total: LedgerLine{Label: "total"}}
 }
 
 // Info describes the device.
@@ -249,8 +255,11 @@ type Stream struct {
 	err error
 }
 
-// NewStream returns an idle stream.
-func (d *Device) NewStream() *Stream { return &Stream{drv: d.drv, h: d.drv.newStream()} }
+// NewStream returns an idle stream; one that could not be made has failed already.
+func (d *Device) NewStream() *Stream {
+	h, err := d.drv.newStream()
+	return &Stream{drv: d.drv, h: h, err: err}
+}
 
 // Close releases the stream.
 func (s *Stream) Close() {
@@ -264,7 +273,12 @@ func (s *Stream) Close() {
 func (s *Stream) Err() error { return s.err }
 
 // Sync waits for everything issued so far and returns the first failure; the stream stays failed.
-func (s *Stream) Sync() error { return s.err }
+func (s *Stream) Sync() error {
+	if s.err == nil {
+		s.err = s.drv.sync(s.h)
+	}
+	return s.err
+}
 
 // Fail makes err the stream's failure unless it already has one or err is nil.
 func (s *Stream) Fail(err error) {
@@ -283,7 +297,7 @@ func (s *Stream) Run(op Op, args unsafe.Pointer) {
 // Fill sets n bytes at dst to v.
 func (s *Stream) Fill(dst Ptr, n int64, v byte) {
 	if s.ready("fill", dst, n) {
-		s.drv.fill(dst, n, v)
+		s.err = s.drv.fill(s.h, dst, n, v)
 	}
 }
 
@@ -356,13 +370,13 @@ func (s *Stream) DownloadReal(dst []float32, src Ptr, t DType) {
 
 func upload[T any](s *Stream, dst Ptr, src []T) {
 	if n := int64(len(src)) * int64(unsafe.Sizeof(*new(T))); s.ready("upload", dst, n) {
-		s.drv.copyIn(dst, unsafe.Pointer(unsafe.SliceData(src)), n)
+		s.err = s.drv.copyIn(s.h, dst, unsafe.Pointer(unsafe.SliceData(src)), n)
 	}
 }
 
 func download[T any](s *Stream, dst []T, src Ptr) {
 	if n := int64(len(dst)) * int64(unsafe.Sizeof(*new(T))); s.ready("download", src, n) {
-		s.drv.copyOut(unsafe.Pointer(unsafe.SliceData(dst)), src, n)
+		s.err = s.drv.copyOut(s.h, unsafe.Pointer(unsafe.SliceData(dst)), src, n)
 	}
 }
 

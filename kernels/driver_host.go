@@ -147,15 +147,28 @@ func (d *hostDriver) close() error {
 
 func (d *hostDriver) configure(key, value string) error { return d.tab.configure(key, value) }
 
-func (d *hostDriver) newStream() uintptr { return 0 }
-func (d *hostDriver) freeStream(uintptr) {}
-func (d *hostDriver) run(h uintptr, op Op, args unsafe.Pointer) error {
-	return d.tab.run(h, op, args)
+func (d *hostDriver) newStream() (uintptr, error) { return 0, nil }
+func (d *hostDriver) freeStream(uintptr)          {}
+func (d *hostDriver) sync(uintptr) error          { return nil }
+
+func (d *hostDriver) run(h uintptr, op Op, args unsafe.Pointer) error { return d.tab.run(h, op, args) }
+
+func (d *hostDriver) workspace(op Op, args unsafe.Pointer) int64 { return d.tab.workspace(op, args) }
+
+func (d *hostDriver) copyIn(_ uintptr, dst Ptr, src unsafe.Pointer, n int64) error {
+	hostCopyIn(dst, src, n)
+	return nil
 }
-func (d *hostDriver) workspace(op Op, args unsafe.Pointer) int64   { return d.tab.workspace(op, args) }
-func (d *hostDriver) copyIn(dst Ptr, src unsafe.Pointer, n int64)  { hostCopyIn(dst, src, n) }
-func (d *hostDriver) copyOut(dst unsafe.Pointer, src Ptr, n int64) { hostCopyOut(dst, src, n) }
-func (d *hostDriver) fill(dst Ptr, n int64, v byte)                { hostFill(dst, n, v) }
+
+func (d *hostDriver) copyOut(_ uintptr, dst unsafe.Pointer, src Ptr, n int64) error {
+	hostCopyOut(dst, src, n)
+	return nil
+}
+
+func (d *hostDriver) fill(_ uintptr, dst Ptr, n int64, v byte) error {
+	hostFill(dst, n, v)
+	return nil
+}
 
 // nullDriver hands out addresses without memory behind them and accepts every op: plans and schedules can be tested at any size.
 // Downloads give zeros.
@@ -185,16 +198,18 @@ func (d *nullDriver) alloc(bytes int64) (Ptr, error) {
 	return p, nil
 }
 
-func (d *nullDriver) free(Ptr, int64)                            {}
-func (d *nullDriver) newStream() uintptr                         { return 0 }
-func (d *nullDriver) freeStream(uintptr)                         {}
-func (d *nullDriver) run(uintptr, Op, unsafe.Pointer) error      { return nil }
-func (d *nullDriver) workspace(op Op, args unsafe.Pointer) int64 { return d.tab.workspace(op, args) }
-func (d *nullDriver) copyIn(Ptr, unsafe.Pointer, int64)          {}
-func (d *nullDriver) fill(Ptr, int64, byte)                      {}
-func (d *nullDriver) configure(string, string) error             { return nil }
-func (d *nullDriver) close() error                               { return nil }
+func (d *nullDriver) free(Ptr, int64)                                  {}
+func (d *nullDriver) newStream() (uintptr, error)                      { return 0, nil }
+func (d *nullDriver) freeStream(uintptr)                               {}
+func (d *nullDriver) sync(uintptr) error                               { return nil }
+func (d *nullDriver) run(uintptr, Op, unsafe.Pointer) error            { return nil }
+func (d *nullDriver) workspace(op Op, args unsafe.Pointer) int64       { return d.tab.workspace(op, args) }
+func (d *nullDriver) copyIn(uintptr, Ptr, unsafe.Pointer, int64) error { return nil }
+func (d *nullDriver) fill(uintptr, Ptr, int64, byte) error             { return nil }
+func (d *nullDriver) configure(string, string) error                   { return nil }
+func (d *nullDriver) close() error                                     { return nil }
 
-func (d *nullDriver) copyOut(dst unsafe.Pointer, _ Ptr, n int64) {
+func (d *nullDriver) copyOut(_ uintptr, dst unsafe.Pointer, _ Ptr, n int64) error {
 	clear(unsafe.Slice((*byte)(dst), n))
+	return nil
 }

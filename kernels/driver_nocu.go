@@ -1,12 +1,14 @@
+//go:build !gpu
+
 package kernels
 
 import "fmt"
 
 // openCUDA answers for devices whose kernels are not part of this build.
-func openCUDA(name string) (driver, error) {
+func openCUDA(name string, _ Options) (driver, error) {
 	return nil, &Error{
 		Op:   "open device",
-		Err:  fmt.Errorf("%q: this build has only the cpu kernels: %w", name, ErrNoDevice),
-		Hint: "run with --device cpu",
+		Err:  fmt.Errorf("%q: this build has no GPU driver layer: %w", name, ErrNoDevice),
+		Hint: "run with --device cpu, or build with make gpu",
 	}
 }

@@ -1,0 +1,82 @@
+//go:build gpu
+
+package kernels
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"unsafe"
+)
+
+// fakeDevice opens device 0 of the stand-in driver (emu/libcuda.c) with the emulated kernels: its device memory is host memory.
+func fakeDevice(t *testing.T) *Device {
+	t.Helper()
+	needEmu(t, "libhs_emu.so")
+	path, err := filepath.Abs(filepath.Join(emuDir(), "libhs_emu.so"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	tab, err := loadTable(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	drv, err := newCUDADriver("cuda:0", 0, tab)
+	if err != nil {
+		if os.Getenv("HS_FAKE_DRIVER") != "" {
+			t.Fatal(err)
+		}
+		t.Skipf("no stand-in driver (%v): make gpu-test", err)
+	}
+	if !strings.Contains(drv.desc.Build, "fake device") {
+		t.Skip("a true GPU cannot run emulated kernels; make gpu-test puts the stand-in driver first")
+	}
+	return newDevice(drv)
+}
+
+func TestCUDADriver(t *testing.T) {
+	d := fakeDevice(t)
+	if i := d.Info(); i.Name != "cuda:0" || i.MemTotal != 1<<30 {
+		t.Errorf("info %+v", i)
+	}
+	b, err := d.Alloc(3*16, "x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	st := d.NewStream()
+	got := make([]float32, 4)
+	st.DownloadF32(got, b.At(32))
+	if got[0] != 0 || got[3] != 0 {
+		t.Errorf("fresh memory holds %v", got)
+	}
+	st.UploadF32(b.At(0), []float32{1, 2, 3, 4})
+	st.UploadF32(b.At(16), []float32{10, 20, 30, 40})
+	st.Run(OpAdd, unsafe.Pointer(&VecArgs{N: 4, Src: b.At(0), Dst: b.At(16)}))
+	st.Fill(b.At(0), 8, 0)
+	st.DownloadF32(got, b.At(16))
+	if err := st.Sync(); err != nil || got[0] != 11 || got[3] != 44 {
+		t.Errorf("%v, %v", got, err)
+	}
+	st.DownloadF32(got, b.At(0))
+	if got[1] != 0 || got[2] != 3 {
+		t.Errorf("after a fill of 8 bytes: %v", got)
+	}
+	st.Close()
+	if _, err := d.Alloc(2<<30, "big"); err == nil || !strings.Contains(err.Error(), "of 1073741824 free") {
+		t.Errorf("more than the device has: %v", err)
+	}
+	b.Free()
+	if err := d.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestCUDAOpen(t *testing.T) {
+	for _, name := range []string{"cuda:7", "cuda:x", "cudaX"} {
+		if _, err := Open(name, Options{}); !errors.Is(err, ErrNoDevice) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
