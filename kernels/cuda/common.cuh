@@ -264,6 +264,16 @@ template <int N> static __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }
+// Four floats of shared memory, read even when the compiler has them in registers already.
+static __device__ __forceinline__ pack<float, 4> load_shared_again(const float* p) {
+#ifdef HS_EMU
+  return load_pack<float, 4>(p);
+#else
+  pack<float, 4> x;
+  asm volatile("ld.volatile.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3]) : "r"(hs_smem(p)) : "memory");
+  return x;
+#endif
+}
 // Named barrier id (1..15; 0 is __syncthreads) for n threads, a multiple of 32.
 static __device__ __forceinline__ void bar_sync(int id, int n HS_PTX_AT) {
 #ifdef HS_EMU

@@ -1,12 +1,11 @@
 // gdn.cu - the gated delta rule, forward over a forest and one row of decode (model.md 3.5; gpu.md 7.2, the recurrent form of canonical arithmetic).
 //
 // A thread owns a column of a head's state S [dk, dv] and carries it in registers through all rows of a segment: nothing is summed across threads,
-// so the arithmetic of a row is one sequence of operations, gdn_row, and training, prefill in any split and decode give the same bits. With the
-// decayed state al S of model.md 3.5 taken out of both sums, one pass over S before the update gives r = S^T k and p = S^T q, then
-//   d = beta (v - al r),   o = al p + (k.q) d,   S = al S + k d.
+// so the arithmetic of a row is one sequence of operations, gdn_row, and training, prefill in any split and decode give the same bits. One pass
+// decays S in place and gives r = S^T k and p = S^T q, a second one writes:  d = beta (v - r),  S += k d,  o = p + (k.q) d.
 // Each sum runs in four interleaved chains. Forward: a block of up to 128 columns takes one (segment, head) at a time in ticket order and a child
 // waits for its parent's final state; rows come in tiles of 16 through shared memory, the next one by cp.async behind the arithmetic.
-// Shapes: dk 16, 32, 64, 128 in registers; any other dk up to 256 keeps its 32 columns in shared memory, same order of operations. Any dv.
+// Shapes: dk = dv = 16, 32, 64, 128 in registers; any other dk up to 256 and any dv in shared memory, 32 columns a block, same order of operations.
 // H200: forward 4 FMA-pipe operations per element of S and row: 77 ns a row and layer of 32 heads of 128x128 when all schedulers have a warp
 // (8 segments at least), 1.3 ms per 16k rows against a floor of 0.24 ms for the chunked form (gpu.md 6.4). Decode moves S in and out once:
 // floor 62 us a layer at batch 64 (gpu.md 6.5), expected 1.2x. Unmeasured.
@@ -49,32 +48,34 @@ static __device__ __forceinline__ float gdn_row(column<DK>& s, int dk, const flo
     const pack<float, 4> a = load_pack<float, 4>(k + i), b = load_pack<float, 4>(q + i);
 #pragma unroll
     for (int c = 0; c < 4; c++) {
-      r[c] = __fmaf_rn(s(i + c), a.v[c], r[c]);
-      p[c] = __fmaf_rn(s(i + c), b.v[c], p[c]);
+      const float x = __fmul_rn(al, s(i + c));
+      s(i + c) = x;
+      r[c] = __fmaf_rn(x, a.v[c], r[c]);
+      p[c] = __fmaf_rn(x, b.v[c], p[c]);
     }
   }
   const float rs = __fadd_rn(__fadd_rn(r[0], r[1]), __fadd_rn(r[2], r[3])), ps = __fadd_rn(__fadd_rn(p[0], p[1]), __fadd_rn(p[2], p[3]));
-  const float d = __fmul_rn(beta, __fmaf_rn(-al, rs, v));
+  const float d = __fmul_rn(beta, __fsub_rn(v, rs));
 #pragma unroll
   for (int i = 0; i < n; i += 4) {
-    const pack<float, 4> a = load_pack<float, 4>(k + i);
+    const pack<float, 4> a = load_shared_again(k + i);   // beside the column there is no room for it
 #pragma unroll
-    for (int c = 0; c < 4; c++) s(i + c) = __fmaf_rn(a.v[c], d, __fmul_rn(al, s(i + c)));
+    for (int c = 0; c < 4; c++) s(i + c) = __fmaf_rn(a.v[c], d, s(i + c));
   }
-  return __fmaf_rn(kq, d, __fmul_rn(al, ps));
+  return __fmaf_rn(kq, d, ps);
 }
-// Moves a column between S and memory [dk, dv].
+// Moves a column between S and memory [dk, dv]. A stride known to the compiler keeps 128 addresses out of the registers.
 template <int DK> static __device__ __forceinline__ void column_in(column<DK>& s, int dk, const float* src, int64_t dv) {
   const int n = DK ? DK : dk;
 #pragma unroll
-  for (int i = 0; i < n; i++) s(i) = src ? __ldcg(src + i * dv) : 0.0f;
+  for (int i = 0; i < n; i++) s(i) = src ? __ldcg(src + i * (DK ? DK : dv)) : 0.0f;
   if (!DK)
     for (int i = n; i < up4(n); i++) s(i) = 0;
 }
 template <int DK> static __device__ __forceinline__ void column_out(column<DK>& s, int dk, float* dst, int64_t dv) {
   const int n = DK ? DK : dk;
 #pragma unroll
-  for (int i = 0; i < n; i++) dst[i * dv] = s(i);
+  for (int i = 0; i < n; i++) dst[i * (DK ? DK : dv)] = s(i);
 }
 
 // ---- forward ----
@@ -165,14 +166,12 @@ __global__ void __launch_bounds__(gdn_cols)
   line_done(line, (int)((s * z.nv + h) * z.groups + grp));
 }
 
-// Columns per block for a head width and storage of the state.
-static int gdn_block(int64_t dk, int64_t dv) {
-  const bool regs = dk == 16 || dk == 32 || dk == 64 || dk == 128;
-  return regs ? (int)HS_MIN(gdn_cols, HS_CEIL(dv, 32) * 32) : 32;
-}
+// Whether columns live in registers, and columns per block.
+static bool gdn_regs(int64_t dk, int64_t dv) { return dk == dv && (dk == 16 || dk == 32 || dk == 64 || dk == 128); }
+static int gdn_block(int64_t dk, int64_t dv) { return gdn_regs(dk, dv) ? (int)HS_MAX(dv, 32) : 32; }
 #define GDN_PICK(go, kernel) \
-  (a->dk == 128 ? go((kernel<T, 128>), true) : a->dk == 64 ? go((kernel<T, 64>), true) : a->dk == 32 ? go((kernel<T, 32>), true) : a->dk == 16 ? go((kernel<T, 16>), true) \
-   : go((kernel<T, 0>), false))
+  (!gdn_regs(a->dk, a->dv) ? go((kernel<T, 0>)) : a->dk == 128 ? go((kernel<T, 128>)) : a->dk == 64 ? go((kernel<T, 64>)) : a->dk == 32 ? go((kernel<T, 32>)) \
+   : go((kernel<T, 16>)))
 
 static int64_t gdn_items(const hs_gdn_args* a) { return (int64_t)a->f.nseg * a->nv * HS_CEIL(a->dv, gdn_block(a->dk, a->dv)); }
 extern "C" int64_t hs_ws_gdn(const hs_gdn_args* a) { return a->f.nseg > 0 && a->nv > 0 && a->dv > 0 ? line_bytes(gdn_items(a)) : 0; }
@@ -186,8 +185,8 @@ extern "C" hs_status hs_op_gdn(cudaStream_t s, const hs_gdn_args* a) {
   HS_TRY(hs_memset(s, a->ws, 0, (size_t)line_bytes(gdn_items(a))));
   HS_DISPATCH(a->dtype, T, {
     const gdn_shape z = {a->nk, a->dk, a->nv, a->dv, (int)HS_CEIL(a->dv, cols), hs_packs(a->dk, sizeof(T), a->q, a->k) && hs_packs(a->dv, sizeof(T), a->v)};
-    auto go = [&](auto kernel, bool regs) {
-      const gdn_smem m = gdn_smem::of<T>((int)a->dk, cols, regs);
+    auto go = [&](auto kernel) {
+      const gdn_smem m = gdn_smem::of<T>((int)a->dk, cols, gdn_regs(a->dk, a->dv));
       return HS_LAUNCH(s, kernel, (unsigned)gdn_items(a), cols, (size_t)m.bytes, z, m, a->f, (const T*)a->q, (const T*)a->k, (const T*)a->v, (const float*)a->beta,
                        (const float*)a->g, (T*)a->o, (float*)a->states, (float*)a->rec_state, (int*)a->ws);
     };
@@ -228,8 +227,8 @@ extern "C" hs_status hs_op_gdn_step(cudaStream_t s, const hs_gdn_step_args* a) {
   const int cols = gdn_block(a->dk, a->dv);
   const gdn_shape z = {a->nk, a->dk, a->nv, a->dv, (int)HS_CEIL(a->dv, cols), false};
   HS_DISPATCH(a->dtype, T, {
-    auto go = [&](auto kernel, bool regs) {
-      const int64_t w = up4((int)a->dk), smem = (2 * w + 4 + (regs ? 0 : w * 32)) * 4;
+    auto go = [&](auto kernel) {
+      const int64_t w = up4((int)a->dk), smem = (2 * w + 4 + (gdn_regs(a->dk, a->dv) ? 0 : w * 32)) * 4;
       return HS_LAUNCH(s, kernel, (unsigned)(a->B * a->nv * z.groups), cols, (size_t)smem, z, a->slot, (const T*)a->q, (const T*)a->k, (const T*)a->v, (const float*)a->beta,
                        (const float*)a->g, (T*)a->o, (float*)a->rec_state);
     };
