@@ -152,6 +152,14 @@ func TestGDNChunked(t *testing.T) {
 		gdnHard(t, r, l, []int{1, 17, 64, 65})
 		gdnHard(t, r, lin{1, 16, 2, 16}, []int{63, 130})
 	})
+	eachEmu(t, func(t *testing.T, r *rig) {
+		for _, T := range []int{1, 17, 63, 64, 65, 130} {
+			for _, kind := range hardKinds {
+				do := randn(rand.New(rand.NewPCG(uint64(T), 6)), T*l.nv*l.dv, 1)
+				checkGDNBwdEmu(t, r, fmt.Sprintf("T=%d %s", T, kind), mkForest(t, nil, [2]int{T, -1}), l, hardGDN(kind, l, T), do)
+			}
+		}
+	})
 }
 
 // hardGDN lists gates and keys at the edges of their ranges.
@@ -192,6 +200,21 @@ func gdnHard(t *testing.T, r *rig, l lin, lengths []int) {
 	}
 }
 
+// TestGDNWide: the real head width, several blocks of columns, and more than four strips of rows of the state.
+func TestGDNWide(t *testing.T) {
+	for _, l := range []lin{{1, 128, 2, 128}, {1, 40, 1, 90}} {
+		t.Run(fmt.Sprint(l), func(t *testing.T) {
+			f := mkForest(t, nil, [2]int{66, -1}, [2]int{3, 0}, [2]int{1, 1})
+			g := rand.New(rand.NewPCG(12, 1))
+			x, do := randGDN(g, l, f.NumRows), randn(g, f.NumRows*l.nv*l.dv, 1)
+			eachEmu(t, func(t *testing.T, r *rig) {
+				checkGDNEmu(t, r, f, l, x)
+				checkGDNBwdEmu(t, r, "wide", f, l, x, do)
+			})
+		})
+	}
+}
+
 func TestGDNForest(t *testing.T) {
 	for name, lp := range forests() {
 		for _, l := range []lin{{2, 16, 4, 32}, {1, 5, 3, 7}, {1, 2, 1, 18}} {
@@ -221,6 +244,7 @@ func TestGDNForest(t *testing.T) {
 					}
 				}
 				eachEmu(t, func(t *testing.T, r *rig) { checkGDNEmu(t, r, f, l, x) })
+				eachEmu(t, func(t *testing.T, r *rig) { checkGDNBwdEmu(t, r, name, f, l, x, do) })
 			})
 		}
 	}
@@ -243,6 +267,27 @@ func checkGDNEmu(t *testing.T, r *rig, f *Forest, l lin, x gdnIn) {
 			same(t, fmt.Sprintf("first state of segment %d", s), states[at*ss:(at+1)*ss], states[(f.NumChunks+int(f.Parent[s]))*ss:][:ss])
 		}
 	}
+}
+
+// checkGDNBwdEmu compares the backward with the CPU's in float64, on the inputs as the rig stores them and the rig's own chunk states, whose
+// error it carries. Products of split bfloat16 lose about 2^-16 each; the bounds are those of the CPU's float32, and the half unit in the
+// last place of what is stored as bfloat16.
+func checkGDNBwdEmu(t *testing.T, r *rig, what string, f *Forest, l lin, x gdnIn, do []float64) {
+	t.Helper()
+	ref := newRig(t, F64, Options{Threads: 2})
+	defer ref.close()
+	x, do = x.rounded(r), r.round(do)
+	_, want, _ := ref.gdn(f, l, x, nil)
+	_, states, _ := r.gdn(f, l, x, nil)
+	d := ref.gdnBwd(f, l, x, want, do).list()
+	for i, got := range r.gdnBwd(f, l, x, states, do).list() {
+		tol := 1e-4
+		if i < 3 {
+			tol = max(tol, tolOf(r.dt))
+		}
+		near(t, fmt.Sprintf("%s %v d%s", what, r.dt, []string{"q", "k", "v", "beta", "g"}[i]), got, d[i], tol)
+	}
+	r.free()
 }
 
 // checkSeparateGDN: every gradient of the forest is the sum over its segments of the gradient of that segment's path run alone, with
