@@ -59,6 +59,35 @@ func naiveAttn(h att, q, k, v []float64, qrow int, keys []int) (o, lse []float64
 	return o, lse
 }
 
+// naiveForest: every row of f over the rows before it on its path.
+func naiveForest(f *Forest, h att, q, k, v []float64) (o, lse []float64) {
+	for s := range f.NumSeg {
+		rows := path(f, s)
+		lead := len(rows) - int(f.Len[s])
+		for i := range int(f.Len[s]) {
+			x, l := naiveAttn(h, q, k, v, rows[lead+i], rows[:lead+i+1])
+			o, lse = append(o, x...), append(lse, l...)
+		}
+	}
+	return o, lse
+}
+
+// checkAttn compares both directions with the naive forward and the cpu's float64 backward. With BF16 a probability, or its gradient, is
+// rounded before it meets V, K or Q, and so is the result: two half units in the last place forward, four backward (P and dS, o in
+// sum(do o), the result). F32 sums some hundred products per element.
+func checkAttn(t *testing.T, r *rig, f *Forest, h att, q, k, v, do []float64) {
+	q, k, v, do = r.round(q), r.round(k), r.round(v), r.round(do)
+	wantO, wantLSE := naiveForest(f, h, q, k, v)
+	o, lse := r.attn(f, h, q, k, v)
+	near(t, "o", o, wantO, 2*tolOf(r.dt))
+	near(t, "lse", lse, wantLSE, r.tol32())
+	want := newRig(t, F64, Options{Threads: 2}).attnBwd(f, h, q, k, v, wantO, wantLSE, do)
+	for i, gr := range r.attnBwd(f, h, q, k, v, o, lse, do) {
+		near(t, "d"+[]string{"q", "k", "v"}[i], gr, want[i], 4*tolOf(r.dt))
+	}
+	r.free()
+}
+
 func TestAttnForest(t *testing.T) {
 	for name, lp := range forests() {
 		for _, h := range []att{{4, 2, 32}, {3, 1, 10}, {2, 2, 16}} {
@@ -68,15 +97,7 @@ func TestAttnForest(t *testing.T) {
 				g := rand.New(rand.NewPCG(9, 2))
 				q, k, v := randn(g, T*h.nh*h.hd, 1.5), randn(g, T*h.nkv*h.hd, 1.5), randn(g, T*h.nkv*h.hd, 1)
 				do := randn(g, T*h.nh*h.hd, 1)
-				var want, wantLSE []float64
-				for s := range f.NumSeg {
-					rows := path(f, s)
-					lead := len(rows) - int(f.Len[s])
-					for i := range int(f.Len[s]) {
-						o, l := naiveAttn(h, q, k, v, rows[lead+i], rows[:lead+i+1])
-						want, wantLSE = append(want, o...), append(wantLSE, l...)
-					}
-				}
+				want, wantLSE := naiveForest(f, h, q, k, v)
 				r := newRig(t, F64, Options{Threads: 2})
 				o, lse := r.attn(f, h, q, k, v)
 				near(t, "o", o, want, 1e-12)
@@ -113,37 +134,58 @@ func TestAttnForest(t *testing.T) {
 						near(t, lv+" d"+[]string{"q", "k", "v"}[i], gr, d[i], 1e-5)
 					}
 				}
+				eachEmu(t, func(t *testing.T, r *rig) { checkAttn(t, r, f, h, q, k, v, do) })
 			})
 		}
 	}
 }
 
-// TestAttnBits: outputs and gradients of a tree have the same bits alone, behind another tree and with any thread count.
+// TestAttnBits: outputs and gradients of a tree have the same bits alone, behind another tree, with segments of another tree between its
+// own, and with any thread count.
 func TestAttnBits(t *testing.T) {
 	h := att{4, 2, 24}
-	tree := [][2]int{{65, -1}, {3, 0}, {70, 0}}
-	f := mkForest(t, nil, tree...)
 	g := rand.New(rand.NewPCG(4, 4))
-	const pad = 37
-	T := f.NumRows
-	all := [][]float64{randn(g, (T+pad)*h.nh*h.hd, 1), randn(g, (T+pad)*h.nkv*h.hd, 1), randn(g, (T+pad)*h.nkv*h.hd, 1), randn(g, (T+pad)*h.nh*h.hd, 1)}
-	own := make([][]float64, 4)
-	for i := range all {
-		own[i] = all[i][len(all[i])/(T+pad)*pad:]
+	alone := mkForest(t, nil, [2]int{65, -1}, [2]int{3, 0}, [2]int{70, 0})
+	T := alone.NumRows
+	own := [][]float64{randn(g, T*h.nh*h.hd, 1), randn(g, T*h.nkv*h.hd, 1), randn(g, T*h.nkv*h.hd, 1), randn(g, T*h.nh*h.hd, 1)}
+	run := func(r *rig, f *Forest, x [][]float64) [][]float64 {
+		o, lse := r.attn(f, h, x[0], x[1], x[2])
+		return append([][]float64{o, lse}, r.attnBwd(f, h, x[0], x[1], x[2], o, lse, x[3])...)
 	}
-	r := newRig(t, F32, Options{Threads: 1})
-	o, lse := r.attn(f, h, own[0], own[1], own[2])
-	d := r.attnBwd(f, h, own[0], own[1], own[2], o, lse, own[3])
-	for _, threads := range []int{1, 2, 3} {
-		r := newRig(t, F32, Options{Threads: threads})
-		fb := mkForest(t, nil, [2]int{pad, -1}, [2]int{65, -1}, [2]int{3, 1}, [2]int{70, 1})
-		ob, lb := r.attn(fb, h, all[0], all[1], all[2])
-		same(t, "o", ob[len(ob)-len(o):], o)
-		same(t, "lse", lb[len(lb)-len(lse):], lse)
-		for i, gr := range r.attnBwd(fb, h, all[0], all[1], all[2], ob, lb, all[3]) {
-			same(t, "d"+[]string{"q", "k", "v"}[i], gr[len(gr)-len(d[i]):], d[i])
+	check := func(t *testing.T, want [][]float64, r *rig) {
+		for _, c := range []struct {
+			lp   [][2]int
+			segs []int // the tree's
+		}{{[][2]int{{37, -1}, {65, -1}, {3, 1}, {70, 1}}, []int{1, 2, 3}}, {[][2]int{{65, -1}, {20, -1}, {3, 0}, {66, 1}, {70, 0}}, []int{0, 2, 4}}} {
+			f := mkForest(t, nil, c.lp...)
+			var rows []int
+			for _, s := range c.segs {
+				for i := range int(f.Len[s]) {
+					rows = append(rows, int(f.Start[s])+i)
+				}
+			}
+			x := make([][]float64, len(own))
+			for i := range own {
+				w := len(own[i]) / T
+				x[i] = randn(g, f.NumRows*w, 1)
+				for j, row := range rows {
+					copy(x[i][row*w:][:w], own[i][j*w:])
+				}
+			}
+			for i, y := range run(r, f, x) {
+				same(t, []string{"o", "lse", "dq", "dk", "dv"}[i], split(y, len(y)/f.NumRows, rows), want[i])
+			}
 		}
+		r.free()
 	}
+	want := run(newRig(t, F32, Options{Threads: 1}), alone, own)
+	for _, threads := range []int{1, 2, 3} {
+		check(t, want, newRig(t, F32, Options{Threads: threads}))
+	}
+	eachEmu(t, func(t *testing.T, r *rig) {
+		g = rand.New(rand.NewPCG(4, 5)) // the same other rows under every fiber order
+		check(t, run(r, alone, own), r)
+	})
 }
 
 func (r *rig) prep(h att, rot int, theta float64, pos []int32, qg, kin, wq, wk []float64) (q, k []float64) {
