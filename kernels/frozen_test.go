@@ -12,18 +12,19 @@ func TestFrozenWeights(t *testing.T) {
 		const T, nv, dv, nk, dk, nh, nkv, hd, D, V = 21, 4, 10, 2, 6, 3, 1, 8, 12, 17
 		g := rand.New(rand.NewPCG(5, 6))
 		in := func(n int) Ptr { return r.put(randn(g, n, 1)) }
+		in32 := func(n int) Ptr { return r.put32(randn(g, n, 1)) }
 		acc := func(want bool, n int) Ptr {
 			if !want {
 				return 0
 			}
-			return r.put(make([]float64, n))
+			return r.put32(make([]float64, n))
 		}
 		forest := r.forest(mkForest(t, nil, [2]int{9, -1}, [2]int{7, 0}, [2]int{5, 0}))
 		x, w, dy := in(T*D), in(D), in(T*D)
-		o, z, wg, dyg := in(T*nv*dv), in(T*nv*dv), in(dv), in(T*nv*dv)
+		o, z, wg, dyg := in(T*nv*dv), in(T*nv*dv), in32(dv), in(T*nv*dv)
 		C := lin{nk, dk, nv, dv}.conv()
-		p, a, b, wc, aLog, dt := in(T*C), in(T*nv), in(T*nv), in(4*C), in(nv), in(nv)
-		dq, dkk, dvv, dbeta, dg := in(T*nk*dk), in(T*nk*dk), in(T*nv*dv), in(T*nv), in(T*nv)
+		p, a, b, wc, aLog, dt := in(T*C), in(T*nv), in(T*nv), in(4*C), in32(nv), in(nv)
+		dq, dkk, dvv, dbeta, dg := in(T*nk*dk), in(T*nk*dk), in(T*nv*dv), in32(T*nv), in32(T*nv)
 		qg, kin, wq, wk, daq, dak := in(T*nh*2*hd), in(T*nkv*hd), in(hd), in(hd), in(T*nh*hd), in(T*nkv*hd)
 		row, target, wh := r.ints([]int32{0, 4, 4, 20}), r.ints([]int32{1, 0, 16, 3}), in(V*D)
 		lse, ent, dlogp := in(4), in(4), in(4)

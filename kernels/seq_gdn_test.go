@@ -116,27 +116,34 @@ func TestGDNMicro(t *testing.T) {
 		g:    []float64{0, 0, -.1, -.5, -.05, 0, 0},
 	}
 	do := []float64{0, 0, 0, 0, 1, -1, .5, .25, -2, 1, .1, 0, -.2, .3}
-	const tol = 1e-7 // the vector has eight decimals
+	rigs := []func(t *testing.T) *rig{}
 	for _, dt := range []DType{F64, F32} {
+		rigs = append(rigs, func(t *testing.T) *rig { return newRig(t, dt, Options{Threads: 1}) })
+	}
+	for _, order := range fiberOrders() { // not in BF16, which cannot hold the vector's inputs
+		rigs = append(rigs, func(t *testing.T) *rig { return emuRig(t, F32, order) })
+	}
+	for i, rig := range rigs {
 		for name, lp := range map[string][][2]int{
 			"chunks of 3": {{2, -1}, {3, 0}, {2, 1}},
 			"chunks of 2": {{2, -1}, {2, 0}, {1, 1}, {2, 2}},
 			"chunks of 1": {{2, -1}, {1, 0}, {1, 1}, {1, 2}, {2, 3}},
 			"one chunk":   {{7, -1}},
 		} {
-			t.Run(fmt.Sprintf("%v/%s", dt, name), func(t *testing.T) {
-				r := newRig(t, dt, Options{Threads: 1})
+			t.Run(fmt.Sprintf("%s/%s", []string{"f64", "f32", "emu/forward", "emu/reverse", "emu/random"}[i], name), func(t *testing.T) {
+				const tol = 4e-7 // the vector has eight decimals
+				r := rig(t)
 				f := mkForest(t, nil, lp...)
 				o, states, _ := r.gdn(f, l, x, nil)
-				near(t, "O", o[4:10], []float64{.17071150, .05223696, .42603682, .54485899, .13502174, -.16100461}, tol*4)
-				near(t, "S_T", states[len(states)-4:], []float64{-.05939133, .56022554, .58602172, .03531528}, tol*4)
+				near(t, "O", o[4:10], []float64{.17071150, .05223696, .42603682, .54485899, .13502174, -.16100461}, tol)
+				near(t, "S_T", states[len(states)-4:], []float64{-.05939133, .56022554, .58602172, .03531528}, tol)
 				d := r.gdnBwd(f, l, x, states, do)
-				near(t, "dq", d.q[4:10], []float64{-.23923204, -.95236225, .18427694, .55134244, .67900820, -1.13672817}, tol*4)
-				near(t, "dk", d.k[4:10], []float64{-.30970096, .58351559, -.48601683, .40131432, .07129820, -.31416807}, tol*4)
-				near(t, "dv", d.v[4:10], []float64{.25240380, .04981331, .35166098, -.27525772, -.095, .099}, tol*4)
-				near(t, "dg", d.g[2:5], []float64{.28312014, .51667601, -.32184699}, tol*4)
-				near(t, "dbeta", d.beta[2:5], []float64{.35167906, -1.11889190, -1.00677570}, tol*4)
-				near(t, "dS0", d.v[:4], []float64{.56775060, -.51597531, -.39409289, .39324162}, tol*4)
+				near(t, "dq", d.q[4:10], []float64{-.23923204, -.95236225, .18427694, .55134244, .67900820, -1.13672817}, tol)
+				near(t, "dk", d.k[4:10], []float64{-.30970096, .58351559, -.48601683, .40131432, .07129820, -.31416807}, tol)
+				near(t, "dv", d.v[4:10], []float64{.25240380, .04981331, .35166098, -.27525772, -.095, .099}, tol)
+				near(t, "dg", d.g[2:5], []float64{.28312014, .51667601, -.32184699}, tol)
+				near(t, "dbeta", d.beta[2:5], []float64{.35167906, -1.11889190, -1.00677570}, tol)
+				near(t, "dS0", d.v[:4], []float64{.56775060, -.51597531, -.39409289, .39324162}, tol)
 			})
 		}
 	}
@@ -325,45 +332,48 @@ func TestGDNBits(t *testing.T) {
 		f := mkForest(t, nil, tr...)
 		items = append(items, item{randGDN(g, l, f.NumRows), randn(g, f.NumRows*l.nv*l.dv, 1)})
 	}
-	for _, dt := range []DType{F32, F64} {
+	check := func(t *testing.T, one *rig, packed func() *rig) {
 		var alone [][][]float64
-		r := newRig(t, dt, Options{Threads: 1})
 		for i, tr := range trees {
 			f := mkForest(t, nil, tr...)
-			o, st, _ := r.gdn(f, l, items[i].x, nil)
-			alone = append(alone, append([][]float64{o}, r.gdnBwd(f, l, items[i].x, st, items[i].do).list()...))
+			o, st, _ := one.gdn(f, l, items[i].x, nil)
+			alone = append(alone, append([][]float64{o}, one.gdnBwd(f, l, items[i].x, st, items[i].do).list()...))
 		}
 		for _, order := range [][]int{{0, 1, 2}, {2, 0, 1}, {1, 2, 0}, {1}} {
-			for _, threads := range []int{1, 2, 3} {
-				r := newRig(t, dt, Options{Threads: threads})
-				var lp [][2]int
-				in := make([][]float64, 6)
-				for _, i := range order {
-					base := len(lp)
-					for _, x := range trees[i] {
-						if x[1] >= 0 {
-							x[1] += base
-						}
-						lp = append(lp, x)
+			r := packed()
+			var lp [][2]int
+			in := make([][]float64, 6)
+			for _, i := range order {
+				base := len(lp)
+				for _, x := range trees[i] {
+					if x[1] >= 0 {
+						x[1] += base
 					}
-					for j, s := range append(items[i].x.list(), items[i].do) {
-						in[j] = append(in[j], s...)
-					}
+					lp = append(lp, x)
 				}
-				f := mkForest(t, nil, lp...)
-				o, st, _ := r.gdn(f, l, gdnOf(in), nil)
-				all := append([][]float64{o}, r.gdnBwd(f, l, gdnOf(in), st, in[5]).list()...)
-				for j := range all {
-					at := 0
-					for _, i := range order {
-						n := len(alone[i][j])
-						same(t, fmt.Sprintf("%v order %v threads %d output %d tree %d", dt, order, threads, j, i), all[j][at:at+n], alone[i][j])
-						at += n
-					}
+				for j, s := range append(items[i].x.list(), items[i].do) {
+					in[j] = append(in[j], s...)
+				}
+			}
+			f := mkForest(t, nil, lp...)
+			o, st, _ := r.gdn(f, l, gdnOf(in), nil)
+			all := append([][]float64{o}, r.gdnBwd(f, l, gdnOf(in), st, in[5]).list()...)
+			for j := range all {
+				at := 0
+				for _, i := range order {
+					n := len(alone[i][j])
+					same(t, fmt.Sprintf("%v order %v output %d tree %d", r.dt, order, j, i), all[j][at:at+n], alone[i][j])
+					at += n
 				}
 			}
 		}
 	}
+	for _, dt := range []DType{F32, F64} {
+		for _, threads := range []int{1, 2, 3} {
+			check(t, newRig(t, dt, Options{Threads: 1}), func() *rig { return newRig(t, dt, Options{Threads: threads}) })
+		}
+	}
+	eachEmu(t, func(t *testing.T, r *rig) { check(t, r, func() *rig { return r }) })
 }
 
 func (r *rig) gdnStep(l lin, x gdnIn, slots []int32, rec []float64) (o, recOut []float64) {
