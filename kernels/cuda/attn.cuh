@@ -65,7 +65,7 @@ template <int NT, int K> static __device__ __forceinline__ void mm_nt(float c[][
   const int lane = threadIdx.x & 31;
   a += (lane & 15) * lda + 8 * (lane >> 4);
   b += ((lane >> 4) * 8 + (lane & 7)) * ldb + (lane >> 3 & 1) * 8;
-#pragma unroll
+#pragma unroll 4
   for (int k = 0; k < K; k += 16) {
     uint32_t af[4];
     ldmatrix_x4(af, a + k);
@@ -249,11 +249,11 @@ static inline attn_heads attn_layout(int64_t nh, int64_t nkv, int64_t hd, int wa
   return {(int)nh, (int)nkv, (int)hd, rep, HB, 16 * warps / HB, HS_CEIL(rep, HB), (float)(1.4426950408889634 / sqrt((double)hd)), packs};
 }
 
-// F32 keeps K and V in turn in one buffer, BF16 side by side; F32 also has a scratch per warp.
+// F32 keeps K and V in turn in one buffer, BF16 side by side; F32 also has a scratch per warp. At `index`: rows of k and v of two tiles' keys.
 template <class T, int HD, int WARPS> struct attn_smem {
   static constexpr bool one = sizeof(T) == 4;
   static constexpr int q = 16 * WARPS * attn_ld<T, HD>, kv = attn_tile * attn_ld<T, HD>, scratch = one ? 16 * attn_ld<float, attn_tile> : 0;
-  static constexpr size_t bytes = sizeof(T) * (q + (one ? 1 : 2) * kv + WARPS * scratch);
+  static constexpr size_t index = sizeof(T) * (q + (one ? 1 : 2) * kv + WARPS * scratch), bytes = index + 2 * attn_tile * 4;
 };
 
 template <class T> struct attn_io {
@@ -265,7 +265,7 @@ template <class T> struct attn_io {
 };
 
 // src: pos(i) position of the block's row i; run(i, n, p0) how many rows from i on read the same keys of the tile at p0; top(i, m) the
-// last position that rows i..i+m-1 see; key(i, p) the row of k and v at position p as row i sees it. All uniform over the block.
+// last position that rows i..i+m-1 see, at least one in [first, last); key(i, p) the row of k and v at position p as row i sees it. All uniform over the block.
 // Covers positions [first, last) (first a multiple of attn_split) of query rows row0..row0+n-1.
 template <class T, int HD, int WARPS, class Src>
 static __device__ __forceinline__ void attn_block(const Src& src, const attn_heads& h, const attn_io<T>& io, int64_t row0, int n, int hk, int h0, int first, int last) {
@@ -299,9 +299,15 @@ static __device__ __forceinline__ void attn_block(const Src& src, const attn_hea
     store_pack<T, N>(qs + m * ld + c, v);
   }
 
-  auto load = [&](T* dst, const T* from, int p0, int lead, int run) {
-    const int top = src.top(lead, run), keys = top + 1 - p0 < attn_tile ? top + 1 - p0 : attn_tile;
-    load_tile<T, HD>(dst, attn_tile, keys, h.hd, h.packs, from, [&](int j) { return from + src.key(lead, p0 + j) * kstride + hk * h.hd; });
+  // Finds the keys of a tile; a barrier later they can be loaded.
+  int* index = (int*)((char*)smem + S::index);
+  auto find = [&](int* rows, int p0, int lead, int run) {
+    const int left = src.top(lead, run) + 1 - p0, keys = left < attn_tile ? left : attn_tile;
+    for (int j = threadIdx.x; j < keys; j += blockDim.x) rows[j] = (int)src.key(lead, p0 + j);
+    return keys;
+  };
+  auto load = [&](T* dst, const T* from, const int* rows, int keys) {
+    load_tile<T, HD>(dst, attn_tile, keys, h.hd, h.packs, from, [&](int j) { return from + rows[j] * kstride + hk * h.hd; });
     cp_async_commit();
   };
   // The next (tile, rows) that somebody sees, from row `lead` of the tile at p0 on; p0 >= last when there is none.
@@ -319,7 +325,9 @@ static __device__ __forceinline__ void attn_block(const Src& src, const attn_hea
 
   int p0 = first, lead = 0, run = 0, splits = 0;
   seek(p0, lead, run);
-  if (p0 < last) load(ks, io.k, p0, lead, run);
+  int keys = find(index, p0, lead, run), turn = 0;
+  __syncthreads();
+  load(ks, io.k, index, keys);
   while (p0 < last) {
     int np = p0, nlead = lead + run, nrun = 0;
     seek(np, nlead, nrun);
@@ -331,7 +339,7 @@ static __device__ __forceinline__ void attn_block(const Src& src, const attn_hea
 
     cp_async_wait<0>();
     __syncthreads();
-    if (!S::one) load(vs, io.v, p0, lead, run);
+    if (!S::one) load(vs, io.v, index + turn, keys);
     float s[attn_tile / 8][4], alpha[2];
 #pragma unroll
     for (int x = 0; x < attn_tile / 8; x++) s[x][0] = s[x][1] = s[x][2] = s[x][3] = 0;
@@ -346,15 +354,17 @@ static __device__ __forceinline__ void attn_block(const Src& src, const attn_hea
     }
     if (S::one) {
       __syncthreads();
-      load(vs, io.v, p0, lead, run);
+      load(vs, io.v, index + turn, keys);
     }
+    turn ^= attn_tile;
+    if (more) keys = find(index + turn, np, nlead, nrun);
     cp_async_wait<0>();
     __syncthreads();
-    if (!S::one && more) load(ks, io.k, np, nlead, nrun);
+    if (!S::one && more) load(ks, io.k, index + turn, keys);
     if (active) mm_pn<NT, attn_tile>(o, s, vs, ld, scratch);
     if (S::one && more) {
       __syncthreads();
-      load(ks, io.k, np, nlead, nrun);
+      load(ks, io.k, index + turn, keys);
     }
 
     if (!more || np / attn_split != p0 / attn_split) {   // the split's state is complete

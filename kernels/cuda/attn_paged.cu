@@ -4,7 +4,8 @@
 // Adjacent rows whose block tables name the same pages for a tile read it once, so a prefill piece shares everything and the members of
 // a group share their prompt (cascade); where tables part, the block walks the tile once per table.
 //   few rows   (decode) a warp per block: 16 MMA rows hold 4 query rows x 4 heads; blocks split the context every attn_split positions, and
-//              combine_kernel merges the states in order. Floor at B = 256, ctx 4k: 1.0 ms per layer set, 0.125 ms per layer (KV bytes / 4.3 TB/s).
+//              combine_kernel merges the states in order. Floor at B = 256, ctx 4k, 4 kv heads of 256: 1.0 ms per
+//              layer (KV bytes / 4.3 TB/s).
 //   many rows  (prefill) 64 MMA rows per block, which walks all splits. Both unmeasured.
 // Any hd up to 256, any nh / nkv, any page size.
 #include "attn.cuh"
