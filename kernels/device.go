@@ -139,6 +139,20 @@ func (d *Device) Info() Info { return d.drv.info() }
 // configure sets one of the table's own options (for tests).
 func (d *Device) configure(key, value string) error { return d.drv.configure(key, value) }
 
+// Stores reports whether the device's ops take activations and weights of type t (abi.h, dtype): F32 everywhere, F64 on the cpu, BF16 on
+// cuda and emu; "null" takes them all.
+func (d *Device) Stores(t DType) bool {
+	switch backend := d.Info().Backend; t {
+	case F32:
+		return true
+	case F64:
+		return backend == "cpu" || backend == "null"
+	case BF16:
+		return backend != "cpu"
+	}
+	return false
+}
+
 // Buffer is a block of device memory. It is never visible to the Go collector: Free it.
 type Buffer struct {
 	dev   *Device

@@ -155,3 +155,19 @@ func TestBF16(t *testing.T) {
 		}
 	}
 }
+
+// TestStores: which types a device computes in, and what stays wide beside them.
+func TestStores(t *testing.T) {
+	for name, want := range map[string][3]bool{"cpu": {true, true, false}, "null": {true, true, true}} {
+		d, err := Open(name, Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := [3]bool{d.Stores(F32), d.Stores(F64), d.Stores(BF16)}; got != want || d.Stores(I32) {
+			t.Errorf("%s stores f32, f64, bf16: %v, want %v", name, got, want)
+		}
+	}
+	if w := [3]DType{F32.Wide(), F64.Wide(), BF16.Wide()}; w != [3]DType{F32, F64, F32} {
+		t.Errorf("wide types are %v", w)
+	}
+}

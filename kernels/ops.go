@@ -41,6 +41,14 @@ func (t DType) Size() int {
 	return 4
 }
 
+// Wide is the type of what is never stored below float32 in an op of type t: gradients of weights, gates, states, log-probs (abi.h).
+func (t DType) Wide() DType {
+	if t == BF16 {
+		return F32
+	}
+	return t
+}
+
 func (t DType) String() string {
 	names := [...]string{"f32", "f64", "bf16", "i32"}
 	if int(t) < len(names) {
