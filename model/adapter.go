@@ -21,10 +21,11 @@ type Adapter struct {
 	Base   Base
 
 	matrices []TensorSpec
-	frozen   *Params // W0
-	scaled   *Params // s A and s B: what gradients and W' are made of, the product has no factor
-	diagonal *kernels.Buffer
+	frozen   *Params         // W0
+	scaled   *Params         // s A and s B: what gradients and W' are made of, the product has no factor
+	diagonal *kernels.Buffer // s I, once for each part of s
 	ws       *kernels.Buffer
+	scales   []kernels.GemmArgs // s A and s B of every matrix
 	steps    []mergeStep
 	stream   *kernels.Stream
 }
@@ -133,67 +134,93 @@ func (m *Model) dropAdapter() {
 	a.stream.Close()
 }
 
-// mergeStep makes W' of one matrix: s A and s B, then the copy of W0 that s B A is added to.
+// mergeStep makes W' of one matrix: the copy of W0 that s B A is added to. Storage rounds W' once.
 type mergeStep struct {
-	scaleA, scaleB, add kernels.GemmArgs
-	copy                kernels.VecArgs
+	copy kernels.VecArgs
+	add  kernels.GemmArgs
+}
+
+// scaleParts are numbers of type dt whose sum is s: s itself, or in bfloat16, which would be off by up to 0.4%, what one leaves for a second.
+func scaleParts(s float64, dt kernels.DType) []float32 {
+	if dt != kernels.BF16 {
+		return []float32{float32(s)}
+	}
+	hi := kernels.FromBF16(kernels.ToBF16(float32(s)))
+	if lo := float32(s - float64(hi)); lo != 0 {
+		return []float32{hi, lo}
+	}
+	return []float32{hi}
 }
 
 // plan sets the merge up: a step per matrix, the diagonal matrix s I [rank, rank] that scales by a product (each sum has one term that is not
-// zero, so s A is rounded once), and one workspace.
+// zero, so s A is rounded once, by each part of s), and one workspace.
 func (a *Adapter) plan(m *Model) error {
 	dt, r := m.Params.DType, int64(a.LoRA.Rank)
-	diag := make([]float32, r*r)
-	for i := range r {
-		diag[i*r+i] = float32(a.LoRA.Scale())
-	}
+	parts, bytes := scaleParts(a.LoRA.Scale(), dt), r*r*int64(dt.Size())
 	var err error
-	if a.diagonal, err = m.Dev.Alloc(r*r*int64(dt.Size()), "adapter scale"); err != nil {
+	if a.diagonal, err = m.Dev.Alloc(int64(len(parts))*bytes, "adapter scale"); err != nil {
 		return err
 	}
-	a.stream.UploadReal(a.diagonal.Ptr(), diag, dt)
+	for i, s := range parts {
+		diag := make([]float32, r*r)
+		for j := range r {
+			diag[j*r+j] = s
+		}
+		a.stream.UploadReal(a.diagonal.At(int64(i)*bytes), diag, dt)
+	}
 	if err := a.stream.Sync(); err != nil {
 		return err
 	}
-	var ws int64
 	for _, t := range a.matrices {
 		mod, n, k := moduleOf(t.Name), int64(t.Shape[0]), int64(t.Shape[1])
 		from := func(p *Params, name string) kernels.Ptr { return p.Ptr(Weights, name) }
 		s := mergeStep{
-			scaleA: kernels.GemmArgs{DType: dt, M: r, N: k, K: r, A: a.diagonal.Ptr(), LDA: r, B: from(a.Params, mod+loraA), LDB: k, C: from(a.scaled, mod+loraA), LDC: k},
-			scaleB: kernels.GemmArgs{DType: dt, M: n, N: r, K: r, A: from(a.Params, mod+loraB), LDA: r, B: a.diagonal.Ptr(), LDB: r, C: from(a.scaled, mod+loraB), LDC: r},
-			copy:   kernels.VecArgs{DType: dt, N: n * k, Src: from(a.frozen, t.Name), Dst: from(m.Params, t.Name)},
+			copy: kernels.VecArgs{DType: dt, N: n * k, Src: from(a.frozen, t.Name), Dst: from(m.Params, t.Name)},
 			add: kernels.GemmArgs{DType: dt, Flags: kernels.Beta1, M: n, N: k, K: r, A: from(a.scaled, mod+loraB), LDA: r,
 				B: from(a.Params, mod+loraA), LDB: k, C: from(m.Params, t.Name), LDC: k},
 		}
-		for _, g := range s.products() {
-			ws = max(ws, m.Dev.Workspace(kernels.OpGemm, unsafe.Pointer(g)))
+		for i := range parts {
+			d, flags := a.diagonal.At(int64(i)*bytes), uint32(0)
+			if i > 0 {
+				flags = kernels.Beta1
+			}
+			a.scales = append(a.scales,
+				kernels.GemmArgs{DType: dt, Flags: flags, M: r, N: k, K: r, A: d, LDA: r, B: from(a.Params, mod+loraA), LDB: k, C: from(a.scaled, mod+loraA), LDC: k},
+				kernels.GemmArgs{DType: dt, Flags: flags, M: n, N: r, K: r, A: from(a.Params, mod+loraB), LDA: r, B: d, LDB: r, C: from(a.scaled, mod+loraB), LDC: r})
 		}
 		a.steps = append(a.steps, s)
+	}
+	var ws int64
+	for _, g := range a.products() {
+		ws = max(ws, m.Dev.Workspace(kernels.OpGemm, unsafe.Pointer(g)))
 	}
 	if a.ws, err = m.Dev.Alloc(max(ws, align), "adapter workspace"); err != nil {
 		return err
 	}
-	for i := range a.steps {
-		for _, g := range a.steps[i].products() {
-			g.WS, g.WSBytes = a.ws.Ptr(), a.ws.Bytes()
-		}
+	for _, g := range a.products() {
+		g.WS, g.WSBytes = a.ws.Ptr(), a.ws.Bytes()
 	}
 	return nil
 }
 
-func (s *mergeStep) products() []*kernels.GemmArgs {
-	return []*kernels.GemmArgs{&s.scaleA, &s.scaleB, &s.add}
+func (a *Adapter) products() (out []*kernels.GemmArgs) {
+	for i := range a.scales {
+		out = append(out, &a.scales[i])
+	}
+	for i := range a.steps {
+		out = append(out, &a.steps[i].add)
+	}
+	return out
 }
 
 // merge makes W' of every adapted matrix from W0, A and B.
 func (a *Adapter) merge() error {
+	for i := range a.scales {
+		a.stream.Gemm(&a.scales[i])
+	}
 	for i := range a.steps {
-		s := &a.steps[i]
-		a.stream.Gemm(&s.scaleA)
-		a.stream.Gemm(&s.scaleB)
-		a.stream.Copy(&s.copy)
-		a.stream.Gemm(&s.add)
+		a.stream.Copy(&a.steps[i].copy)
+		a.stream.Gemm(&a.steps[i].add)
 	}
 	if err := a.stream.Sync(); err != nil {
 		return fmt.Errorf("merge adapter: %w", err)

@@ -20,8 +20,22 @@ const (
 	adapterWeightsFile = "adapter_model.safetensors"
 )
 
-// baseHashKey is the entry of the adapter file's metadata with Base.SHA256, of weights in float32; PEFT does not look at it.
-const baseHashKey = "base_weights_sha256"
+// Entries of the adapter file's metadata with Base.SHA256: of the base in float32, or rounded to bfloat16. PEFT looks at neither.
+const (
+	baseHashKey    = "base_weights_sha256"
+	roundedHashKey = "base_weights_sha256_bf16"
+)
+
+// hashKey is the metadata entry that the model's own weights, before an adapter, have their hash under; "" = none, in float64.
+func (m *Model) hashKey() string {
+	switch {
+	case m.Params.DType == kernels.F64:
+		return ""
+	case m.Params.rounded.Load():
+		return roundedHashKey
+	}
+	return baseHashKey
+}
 
 // adapterJSON is an adapter_config.json as it is written (PEFT 0.21 LoraConfig). What is not named has PEFT's default.
 type adapterJSON struct {
@@ -92,8 +106,8 @@ func (m *Model) SaveAdapter(dir string, o SaveAdapterOptions) error {
 	files := map[string][]byte{adapterConfigFile: append(text, '\n')}
 	m.addFiles(files)
 	meta := map[string]string{"format": "pt"}
-	if m.Params.DType == kernels.F32 {
-		meta[baseHashKey] = a.Base.SHA256
+	if key := m.hashKey(); key != "" {
+		meta[key] = a.Base.SHA256
 	}
 	weights, err := safetensorsFile(adapterWeightsFile, ts, meta)
 	if err != nil {

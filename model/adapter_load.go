@@ -7,8 +7,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-
-	"harness-s/kernels"
 )
 
 // LoadAdapter puts the adapter of a PEFT directory beside the model's weights. Which modules it adapts is what the file has tensors for. An
@@ -41,7 +39,7 @@ func (m *Model) LoadAdapter(dir string, o AdaptOptions) (err error) {
 			m.dropAdapter()
 		}
 	}()
-	if want, have := s.Metadata[baseHashKey], m.Adapter.Base.SHA256; want != "" && m.Params.DType == kernels.F32 && want != have {
+	if want, have := s.Metadata[m.hashKey()], m.Adapter.Base.SHA256; want != "" && want != have {
 		return &Error{Op: "load adapter", Err: fmt.Errorf("%s stands beside base weights %.16s, these are %.16s", dir, want, have),
 			Hint: "give the base that the adapter was trained on, unchanged (" + baseName(info.Base) + ")"}
 	}

@@ -108,7 +108,7 @@ func pageBytes(c *Config, dt kernels.DType, pageSize int) int64 {
 
 // recBytes is one recurrent state of one layer; it is never stored below float32.
 func recBytes(c *Config, dt kernels.DType) int64 {
-	return int64(c.LinValueHeads*c.LinKeyDim*c.LinValueDim) * int64(max(dt.Size(), 4))
+	return int64(c.LinValueHeads*c.LinKeyDim*c.LinValueDim) * int64(dt.Wide().Size())
 }
 
 // convBytes is one convolution window of one layer.

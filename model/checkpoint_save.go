@@ -12,8 +12,6 @@ import (
 	"reflect"
 	"slices"
 	"strings"
-
-	"harness-s/kernels"
 )
 
 // SaveDType says in which types Save stores the weights.
@@ -286,26 +284,17 @@ const savePiece = 1 << 20
 // source is a weight to write under a name in a dtype, split ones joined. With check, a value that is not finite there is an error.
 func (p *Params) source(e Entry, name, dtype string, check bool) source {
 	return source{name, dtype, e.Shape, int64(dtypeBytes(dtype)) * e.Len, func(w io.Writer) error {
-		_, base, err := p.entry(Weights, e.Name)
-		if err != nil {
-			return err
-		}
-		held := "F32"
-		if p.DType == kernels.F64 {
-			held = "F64"
-		}
-		size := int64(p.DType.Size())
-		in := make([]byte, size*min(e.Len, savePiece))
+		held := fileDType(p.DType.Wide())
 		v := make([]float32, min(e.Len, savePiece))
 		out := make([]byte, dtypeBytes(dtype)*len(v))
 		for at := int64(0); at < e.Len; at += savePiece {
 			n := min(savePiece, e.Len-at)
-			p.stream.Download(in[:n*size], base+kernels.Ptr(at*size))
-			if err := errors.Join(p.stream.Sync(), p.join(e, at, in[:n*size])); err != nil {
+			b, err := p.masters(e, at, n)
+			if err != nil {
 				return err
 			}
 			if check || held != dtype {
-				if err := DecodeFloat32(v[:n], held, in[:n*size]); err != nil {
+				if err := DecodeFloat32(v[:n], held, b); err != nil {
 					return err
 				}
 			}
@@ -314,7 +303,6 @@ func (p *Params) source(e Entry, name, dtype string, check bool) source {
 					return err
 				}
 			}
-			b := in[:n*size]
 			if held != dtype {
 				b = out[:n*int64(dtypeBytes(dtype))]
 				if err := EncodeFloat32(b, dtype, v[:n]); err != nil {

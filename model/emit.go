@@ -91,7 +91,7 @@ func (r *record) bind(sh Shapes, f *kernels.ForestArgs) {
 	}
 }
 
-// emitter turns ops into records. The planner gives it arena values; the tape interpreter gives it buffers of its own.
+// emitter turns ops into records of type dtype; the products that make gradients of weights write them in dtype.Wide. The planner gives it arena values; the tape interpreter gives it buffers of its own.
 type emitter struct {
 	geo   geometry
 	temp  float64
@@ -131,7 +131,7 @@ func (e emitter) vec(op kernels.Op, src, dst valueID, s spec, label string) *rec
 func (e emitter) zero(dst valueID, s spec, label string) *record {
 	a := &fillArgs{}
 	r := &record{op: opFill, label: label, args: unsafe.Pointer(a)}
-	r.size(&a.bytes, s.lead, s.width()*int64(e.dtype.Size()))
+	r.size(&a.bytes, s.lead, s.width()*int64(s.storage(e.dtype).Size()))
 	r.out(&a.dst, dst)
 	return r
 }
@@ -199,12 +199,25 @@ func (e emitter) linear(o *op, in [][]valueID, out valueID, acc bool) []*record 
 		r.outOrAcc(&a.C, out, acc, &a.Flags, kernels.Beta1)
 		return []*record{r}
 	}
-	a, r := e.gemm(kernels.TransA|kernels.Beta1, 'k', o.n, o.k, 0, o.label)
-	a.LDA, a.LDB = o.n, o.k
-	r.in(&a.A, in[0][0])
-	r.in(&a.B, in[1][0])
-	r.acc(&a.C, out)
-	return []*record{r}
+	return []*record{e.weightGradient(o.n, o.k, in[0][0], in[1][0], out, o.label)}
+}
+
+// weightGradient is C[m,n] += A[T,m]^T B[T,n] into a gradient of weights.
+func (e emitter) weightGradient(m, n int64, a, b, c valueID, label string) *record {
+	g, r := e.gemm(kernels.TransA|kernels.Beta1|wideC(e.dtype), 'k', m, n, 0, label)
+	g.LDA, g.LDB = m, n
+	r.in(&g.A, a)
+	r.in(&g.B, b)
+	r.acc(&g.C, c)
+	return r
+}
+
+// wideC is the flag of a product of type t whose result is of type t.Wide.
+func wideC(t kernels.DType) uint32 {
+	if t == kernels.BF16 {
+		return kernels.CF32
+	}
+	return 0
 }
 
 func (e emitter) pointwise(o *op, in [][]valueID, out []valueID, acc []bool) *record {

@@ -136,10 +136,10 @@ func (e *Exec) grow(b **kernels.Buffer, n int64, label string) error {
 	return nil
 }
 
-// portBytes are the sizes of what is uploaded per batch. dlogp and dent are real: float32 unless the plan is in float64.
+// portBytes are the sizes of what is uploaded per batch.
 func portBytes(maxRows, maxTargets int, dt kernels.DType) [numPorts]int64 {
 	rows, tgts := alignUp(4*int64(maxRows)), alignUp(4*int64(maxTargets))
-	real := alignUp(max(int64(dt.Size()), 4) * int64(maxTargets))
+	real := alignUp(int64(targets("").storage(dt).Size()) * int64(maxTargets))
 	return [numPorts]int64{rows, rows, tgts, tgts, real, real}
 }
 
@@ -343,8 +343,9 @@ func (e *Exec) Forward(b *Batch) (*Output, error) {
 		return nil, err
 	}
 	out := &Output{LogProb: make([]float32, len(b.Rows)), Entropy: make([]float32, len(b.Rows))}
-	e.stream.DownloadReal(out.LogProb, e.address(e.prog.logp), e.m.Params.DType)
-	e.stream.DownloadReal(out.Entropy, e.address(e.prog.ent), e.m.Params.DType)
+	wide := e.m.Params.DType.Wide()
+	e.stream.DownloadReal(out.LogProb, e.address(e.prog.logp), wide)
+	e.stream.DownloadReal(out.Entropy, e.address(e.prog.ent), wide)
 	if err := e.stream.Sync(); err != nil {
 		return nil, fmt.Errorf("run forward: %w", err)
 	}
@@ -377,10 +378,11 @@ func (e *Exec) Backward(dLogP, dEnt []float32) error {
 		return errors.New("run backward: entropy gradients given to an exec made without Entropy")
 	}
 	e.ready = false
-	e.stream.UploadReal(e.ports[portDLogP], dLogP, e.m.Params.DType)
+	wide := e.m.Params.DType.Wide()
+	e.stream.UploadReal(e.ports[portDLogP], dLogP, wide)
 	e.headBwd.DEnt = 0
 	if dEnt != nil {
-		e.stream.UploadReal(e.ports[portDEnt], dEnt, e.m.Params.DType)
+		e.stream.UploadReal(e.ports[portDEnt], dEnt, wide)
 		e.headBwd.DEnt = e.ports[portDEnt]
 	}
 	e.run(e.prog.records[e.prog.numForward:])
@@ -400,19 +402,15 @@ func (e *Exec) Logits(b *Batch) ([]float32, error) {
 	if err := e.forward(&c); err != nil {
 		return nil, err
 	}
-	t, v, d := int64(len(c.IDs)), int64(e.m.Config.VocabSize), int64(e.m.Config.Hidden)
-	buf, err := e.m.Dev.Alloc(t*v*int64(e.m.Params.DType.Size()), "logits")
+	t, v, d, dt := int64(len(c.IDs)), int64(e.m.Config.VocabSize), int64(e.m.Config.Hidden), e.m.Params.DType
+	buf, err := e.m.Dev.Alloc(t*v*int64(dt.Wide().Size()), "logits")
 	if err != nil {
 		return nil, fmt.Errorf("allocate logits of %d rows: %w", t, err)
 	}
 	defer buf.Free()
-	head := "lm_head.weight"
-	if e.m.Config.TieEmbeddings {
-		head = "model.embed_tokens.weight"
-	}
 	a := &kernels.GemmArgs{
-		DType: e.m.Params.DType, Flags: kernels.TransB, M: t, N: v, K: d,
-		A: e.address(e.prog.finalNorm), LDA: d, B: e.m.Params.Ptr(Weights, head), LDB: d, C: buf.Ptr(), LDC: v,
+		DType: dt, Flags: kernels.TransB | wideC(dt), M: t, N: v, K: d,
+		A: e.address(e.prog.finalNorm), LDA: d, B: e.m.Params.Ptr(Weights, e.m.Config.HeadName()), LDB: d, C: buf.Ptr(), LDC: v,
 	}
 	if err := e.grow(&e.held.ws, e.m.Dev.Workspace(kernels.OpGemm, unsafe.Pointer(a)), "workspace"); err != nil {
 		return nil, err
@@ -420,7 +418,7 @@ func (e *Exec) Logits(b *Batch) ([]float32, error) {
 	a.WS, a.WSBytes = e.held.ws.Ptr(), e.held.ws.Bytes()
 	e.stream.Run(kernels.OpGemm, unsafe.Pointer(a))
 	out := make([]float32, t*v)
-	e.stream.DownloadReal(out, buf.Ptr(), e.m.Params.DType)
+	e.stream.DownloadReal(out, buf.Ptr(), dt.Wide())
 	if err := e.stream.Sync(); err != nil {
 		return nil, fmt.Errorf("run logits: %w", err)
 	}

@@ -24,7 +24,7 @@ func (e *Exec) ZeroGrad() error {
 	if !p.Has(Grads) {
 		return errNoGradients
 	}
-	e.stream.Fill(p.Base(Grads), p.Elems()*int64(p.DType.Size()), 0)
+	e.stream.Fill(p.Base(Grads), p.arenaBytes(Grads), 0)
 	if err := e.stream.Sync(); err != nil {
 		return fmt.Errorf("clear gradients: %w", err)
 	}
@@ -38,10 +38,10 @@ func (e *Exec) GradNorm() (float64, error) {
 		return 0, errNoGradients
 	}
 	entries := p.Entries()
-	a := &kernels.SumSqArgs{DType: p.DType}
+	a := &kernels.SumSqArgs{DType: p.DType.Wide()}
 	for i, t := range entries {
 		a.N, a.X, a.Out = t.Len, p.Ptr(Grads, t.Name), e.held.norms.At(8*int64(i))
-		if err := e.grow(&e.held.ws, sumSqWorkspace(e.m.Dev, p.DType, t.Len), "workspace"); err != nil {
+		if err := e.grow(&e.held.ws, sumSqWorkspace(e.m.Dev, a.DType, t.Len), "workspace"); err != nil {
 			return 0, err
 		}
 		a.WS, a.WSBytes = e.held.ws.Ptr(), e.held.ws.Bytes()
@@ -79,19 +79,20 @@ func (e *Exec) Step(h Hyper) error {
 		for j < len(entries) && decays(entries[j]) == decays(entries[i]) && p.split(entries[j]) == p.split(entries[i]) {
 			j++
 		}
-		from, to := entries[i].Offset, p.Elems()
+		first, end := entries[i], p.Elems()
 		if j < len(entries) {
-			to = entries[j].Offset
+			end = entries[j].Offset
 		}
+		at := func(kind StateKind) kernels.Ptr { return p.at(kind, first, 0) }
 		a := kernels.AdamWArgs{
-			DType: p.DType, States: p.recipe.States, N: to - from, First: from, Step: p.OptStep + 1, Seed: p.recipe.Seed,
+			DType: p.storage(Weights, first), States: p.recipe.States, N: end - first.Offset, First: first.Offset, Step: p.OptStep + 1, Seed: p.recipe.Seed,
 			LR: h.LR, Beta1: h.Beta1, Beta2: h.Beta2, Eps: h.Eps, GradScale: scale,
-			W: p.at(Weights, from), M: p.at(MomentM, from), V: p.at(MomentV, from), MS: p.at(ScaleM, from), VS: p.at(ScaleV, from), Grad: p.at(Grads, from),
+			W: at(Weights), M: at(MomentM), V: at(MomentV), MS: at(ScaleM), VS: at(ScaleV), Grad: at(Grads),
 		}
-		if p.split(entries[i]) {
-			a.Lo = p.at(WeightsLo, from)
+		if p.split(first) {
+			a.Lo = at(WeightsLo)
 		}
-		if decays(entries[i]) {
+		if decays(first) {
 			a.Decay = h.Decay
 		}
 		e.stream.AdamW(&a)

@@ -221,7 +221,8 @@ func padElems(ts ...TensorSpec) (n int64) {
 }
 
 // adapter adds the low-rank matrices, W0 beside W', and what they are merged with (Adapter); it returns the trained elements.
-func (pl *MemoryPlanner) adapter(f *Footprint, l *LoRA, elem int64) (trained int64, err error) {
+func (pl *MemoryPlanner) adapter(f *Footprint, l *LoRA, dt kernels.DType) (trained int64, err error) {
+	elem := int64(dt.Size())
 	ms, err := l.Matrices(pl.cfg)
 	if err != nil {
 		return 0, err
@@ -229,30 +230,25 @@ func (pl *MemoryPlanner) adapter(f *Footprint, l *LoRA, elem int64) (trained int
 	trained = padElems(adapterTensors(ms, l.Rank)...)
 	f.add(Resident, LineFrozen, padElems(ms...)*elem)
 	f.add(Resident, LineAdapter, 2*trained*elem) // A, B and the scaled ones
-	f.add(Resident, LineScale, int64(l.Rank)*int64(l.Rank)*elem)
+	f.add(Resident, LineScale, int64(len(scaleParts(l.Scale(), dt)))*int64(l.Rank)*int64(l.Rank)*elem)
 	f.add(Resident, LineMerge, align) // no product of the merge needs more on the CPU
 	return trained, nil
 }
 
 // parameters adds weights, gradients and optimiser.
 func (pl *MemoryPlanner) parameters(f *Footprint, l *Layout) error {
-	if err := l.Recipe.check(kernels.F32); err != nil {
+	if err := l.Recipe.check(kernels.F32, l.Train); err != nil {
 		return err
 	}
-	elem := int64(l.storage().Size())
 	var weights int64
 	for _, t := range pl.cfg.Tensors() {
-		e := elem
-		if t.KeepF32 {
-			e = 4
-		}
-		weights += padElems(t) * e
+		weights += padElems(t) * int64(weightDType(l.storage(), t.KeepF32).Size())
 	}
 	f.add(Resident, LineWeights, weights)
 	trained := padElems(pl.cfg.Tensors()...)
 	if l.LoRA != nil {
 		var err error
-		if trained, err = pl.adapter(f, l.LoRA, elem); err != nil {
+		if trained, err = pl.adapter(f, l.LoRA, l.storage()); err != nil {
 			return err
 		}
 	}

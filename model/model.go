@@ -24,8 +24,8 @@ type Model struct {
 	Files   map[string][]byte // tokenizer and template files of the directory, written again by Save
 }
 
-// LoadOptions say how parameters are held. DType is kernels.F32 (the default) or kernels.F64. Train allocates gradients and moments, stored
-// as Optim says. Weights are split by Optim.HiLo also when they are not trained, so that they are those that training computes with.
+// LoadOptions say how parameters are held. DType is kernels.F32 (the default), kernels.F64 on the cpu, or kernels.BF16 where the device
+// stores it (emu, cuda). Train allocates gradients and moments, stored as Optim says. Weights are split by Optim.HiLo also when they are not trained, so that they are those that training computes with.
 // SkipFiniteCheck accepts NaN and infinite weights.
 type LoadOptions struct {
 	DType           kernels.DType
@@ -165,8 +165,8 @@ func initial(e Entry, seed uint64, std float64) func(dst []float32) {
 // their float32 masters, whose nearest bfloat16 and remainder Load finds again bit for bit.
 func (m *Model) Save(dir string) error { return m.SaveAs(dir, SaveOptions{}) }
 
-// WeightsSHA256 returns the hexadecimal SHA-256 of the weights in table order, in the dtype they are held in; of split weights their float32
-// masters.
+// WeightsSHA256 returns the hexadecimal SHA-256 of the weights in table order: of float32 masters, and in float32 also where bfloat16 is all
+// that is held, so that a bfloat16 checkpoint has one hash whatever the dtype; in F64 of the doubles.
 func (m *Model) WeightsSHA256() (string, error) { return m.Params.sha256() }
 
 // Close frees the parameters.

@@ -65,12 +65,15 @@ type spec struct {
 	lead  lead
 	dims  []int64
 	index bool   // int32
-	wide  bool   // float32 also in a bfloat16 plan (abi.h, HS_BF16)
+	wide  bool   // never below float32 (abi.h, HS_BF16)
 	parts []spec // non-nil: a packed handle
 }
 
 func rows(name string, dims ...int64) spec  { return spec{name: name, lead: leadRows, dims: dims} }
 func fixed(name string, dims ...int64) spec { return spec{name: name, dims: dims} }
+func gradient(name string, dims ...int64) spec {
+	return spec{name: name, dims: dims, wide: true}
+}
 func wideRows(name string, dims ...int64) spec {
 	return spec{name: name, lead: leadRows, dims: dims, wide: true}
 }
@@ -85,6 +88,17 @@ func (s spec) width() int64 {
 		n *= d
 	}
 	return n
+}
+
+// storage is the value's type in a plan of type t. Planner, executor and memory planner all go by it.
+func (s spec) storage(t kernels.DType) kernels.DType {
+	switch {
+	case s.index:
+		return kernels.I32
+	case s.wide:
+		return t.Wide()
+	}
+	return t
 }
 
 func (s spec) elems(sh Shapes) int64 {
@@ -275,29 +289,29 @@ func (o *op) outs() []spec {
 	case kEmbed, kRMSNorm:
 		return []spec{rows("y", g.D)}
 	case kEmbedBwd:
-		return []spec{fixed("dw", g.V, g.D)}
+		return []spec{gradient("dw", g.V, g.D)}
 	case kRMSNormBwd:
-		return []spec{rows("dx", g.D), fixed("dw", g.D)}
+		return []spec{rows("dx", g.D), gradient("dw", g.D)}
 	case kLinear, kLinearAdd:
 		return []spec{rows("y", o.n)}
 	case kLinearDX:
 		return []spec{rows("dx", o.k)}
 	case kLinearDW:
-		return []spec{fixed("dw", o.n, o.k)}
+		return []spec{gradient("dw", o.n, o.k)}
 	case kConvGate, kGDNBwd:
 		return convOuts(g)
 	case kConvGateBwd:
-		return []spec{rows("dp", g.C), rows("da", g.NV), rows("db", g.NV), fixed("dw", g.C, 1, kernels.ConvTaps), fixed("da_log", g.NV), fixed("ddt_bias", g.NV)}
+		return []spec{rows("dp", g.C), rows("da", g.NV), rows("db", g.NV), gradient("dw", g.C, 1, kernels.ConvTaps), gradient("da_log", g.NV), gradient("ddt_bias", g.NV)}
 	case kGDN:
 		return gdnOuts(g)
 	case kGatedNorm:
 		return []spec{rows("y", g.NV*g.DV)}
 	case kGatedNormBwd:
-		return []spec{rows("do", g.NV*g.DV), rows("dz", g.NV*g.DV), fixed("dw", g.DV)}
+		return []spec{rows("do", g.NV*g.DV), rows("dz", g.NV*g.DV), gradient("dw", g.DV)}
 	case kAttnPrep:
 		return prepOuts(g)
 	case kAttnPrepBwd:
-		return []spec{rows("dqg", g.NH*2*g.HD), rows("dkin", g.NKV*g.HD), fixed("dwq", g.HD), fixed("dwk", g.HD)}
+		return []spec{rows("dqg", g.NH*2*g.HD), rows("dkin", g.NKV*g.HD), gradient("dwq", g.HD), gradient("dwk", g.HD)}
 	case kAttn:
 		return attnOuts(g)
 	case kAttnBwd:
@@ -315,7 +329,7 @@ func (o *op) outs() []spec {
 	case kSeed:
 		return []spec{targets("dlogp"), targets("dent")}
 	case kLMHeadBwd:
-		return []spec{rows("dx", g.D), fixed("dw", g.V, g.D)}
+		return []spec{rows("dx", g.D), gradient("dw", g.V, g.D)}
 	case kPick:
 		return o.from.outs()[o.lo:o.hi]
 	}

@@ -3,9 +3,10 @@ package model
 import (
 	"crypto/sha256"
 	"encoding/hex"
-	"errors"
 	"fmt"
 	"math"
+	"strings"
+	"sync/atomic"
 
 	"gorgonia.org/tensor"
 
@@ -43,11 +44,14 @@ type Entry struct {
 	Shape       []int
 	Offset, Len int64
 	KeepF32     bool
+
+	kept int64 // elements of KeepF32 tensors before it, padding included
 }
 
-// Params holds the parameters on a device: one arena each for weights, gradients and the two Adam moments, all with the same layout, in
-// DType or as the recipe says, and the arenas that the recipe adds. Padding between tensors is zero in every arena. Version counts weight
-// updates, OptStep optimiser steps.
+// Params holds the parameters on a device: one arena each for weights, gradients and the two Adam moments, all with the same layout in
+// elements, and the arenas that the recipe adds. Weights are of type DType, gradients and moments of DType.Wide or as the recipe says. In
+// BF16 the weights are those of Recipe.HiLo, upper halves of float32 masters, and KeepF32 tensors stay float32. Padding between tensors is
+// zero in every arena. Version counts weight updates, OptStep optimiser steps.
 type Params struct {
 	DType   kernels.DType
 	Version uint64
@@ -55,28 +59,36 @@ type Params struct {
 
 	entries []Entry
 	byName  map[string]int
-	elems   int64
+	elems   int64 // of an arena
+	kept    int64 // of them in KeepF32 tensors
 	dev     *kernels.Device
 	stream  *kernels.Stream
 	recipe  Recipe
 	arena   [numKinds]*kernels.Buffer
+	rounded atomic.Bool // an upload of weights lost bits: there are no lower halves to keep them
 }
 
 // newParams lays out the tensors of specs in their order and allocates the arenas, zeroed. The recipe counts with train; without, only its
 // HiLo does.
 func newParams(specs []TensorSpec, dev *kernels.Device, dtype kernels.DType, train bool, r Recipe) (*Params, error) {
-	if err := r.check(dtype); err != nil {
+	if err := r.check(dtype, train); err != nil {
 		return nil, err
+	}
+	if !dev.Stores(dtype) {
+		return nil, &Error{Op: "allocate parameters", Err: fmt.Errorf("device %s does not compute in %v", dev.Info().Name, dtype), Hint: storageHint(dtype)}
 	}
 	p := &Params{DType: dtype, byName: map[string]int{}, dev: dev, stream: dev.NewStream(), recipe: r}
 	for _, t := range specs {
-		n := t.Elems()
 		p.byName[t.Name] = len(p.entries)
-		p.entries = append(p.entries, Entry{Name: t.Name, Shape: t.Shape, Offset: p.elems, Len: n, KeepF32: t.KeepF32})
-		p.elems += (n + alignElems - 1) / alignElems * alignElems
+		p.entries = append(p.entries, Entry{Name: t.Name, Shape: t.Shape, Offset: p.elems, Len: t.Elems(), KeepF32: t.KeepF32, kept: p.kept})
+		n := padElems(t)
+		p.elems += n
+		if t.KeepF32 {
+			p.kept += n
+		}
 	}
 	for _, k := range r.kinds(train) {
-		_, bytes := p.span(k, 0, p.elems)
+		bytes := p.arenaBytes(k)
 		b, err := dev.Alloc(bytes, k.String())
 		if err != nil {
 			p.free()
@@ -129,7 +141,7 @@ func (p *Params) Ptr(kind StateKind, name string) kernels.Ptr {
 	if !ok {
 		panic(fmt.Sprintf("model: no parameter %q", name))
 	}
-	return p.at(kind, e.Offset)
+	return p.at(kind, e, 0)
 }
 
 func (p *Params) entry(kind StateKind, name string) (Entry, kernels.Ptr, error) {
@@ -140,7 +152,7 @@ func (p *Params) entry(kind StateKind, name string) (Entry, kernels.Ptr, error) 
 	if !p.Has(kind) {
 		return e, 0, fmt.Errorf("arena %s is not allocated (load the model with Train)", kind)
 	}
-	return e, p.at(kind, e.Offset), nil
+	return e, p.at(kind, e, 0), nil
 }
 
 // read downloads the bytes of a tensor.
@@ -149,8 +161,7 @@ func (p *Params) read(kind StateKind, name string) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read %s: %w", kind, err)
 	}
-	_, bytes := p.span(kind, e.Offset, e.Len)
-	b := make([]byte, bytes)
+	b := make([]byte, p.bytes(kind, e, e.Len))
 	p.stream.Download(b, at)
 	if err := p.stream.Sync(); err != nil {
 		return nil, fmt.Errorf("read %s %q: %w", kind, name, err)
@@ -168,17 +179,18 @@ func (p *Params) ReadF32(kind StateKind, name string) ([]float32, error) {
 	if err != nil {
 		return nil, err
 	}
-	return p.decode(b)
+	e, _ := p.Lookup(name)
+	return decode(b, p.storage(kind, e))
 }
 
-func (p *Params) decode(b []byte) ([]float32, error) {
-	v := make([]float32, len(b)/p.DType.Size())
-	dtype := "F32"
-	if p.DType == kernels.F64 {
-		dtype = "F64"
-	}
-	return v, DecodeFloat32(v, dtype, b)
+// decode is the float32 values of the bytes of reals.
+func decode(b []byte, t kernels.DType) ([]float32, error) {
+	v := make([]float32, len(b)/t.Size())
+	return v, DecodeFloat32(v, fileDType(t), b)
 }
+
+// fileDType is the name of a type of reals in safetensors files.
+func fileDType(t kernels.DType) string { return strings.ToUpper(t.String()) }
 
 // Dense downloads a tensor as a float32 gorgonia tensor.
 func (p *Params) Dense(kind StateKind, name string) (*tensor.Dense, error) {
@@ -205,7 +217,7 @@ func (p *Params) WriteF32(kind StateKind, name string, v []float32) error {
 	return p.upload(p.stream, kind, e, 0, v)
 }
 
-// State returns the bytes of an arena: all tensors in table order, without padding, little-endian, in DType or as the recipe says.
+// State returns the bytes of an arena: all tensors in table order, without padding, little-endian, in their types there.
 func (p *Params) State(kind StateKind) ([]byte, error) {
 	if !p.Has(kind) {
 		return nil, fmt.Errorf("read %s: arena is not allocated (load the model with Train)", kind)
@@ -213,8 +225,8 @@ func (p *Params) State(kind StateKind) ([]byte, error) {
 	out := make([]byte, p.stateBytes(kind))
 	to := int64(0)
 	for _, e := range p.entries {
-		_, n := p.span(kind, e.Offset, e.Len)
-		p.stream.Download(out[to:to+n], p.at(kind, e.Offset))
+		n := p.bytes(kind, e, e.Len)
+		p.stream.Download(out[to:to+n], p.at(kind, e, 0))
 		to += n
 	}
 	if err := p.stream.Sync(); err != nil {
@@ -225,8 +237,7 @@ func (p *Params) State(kind StateKind) ([]byte, error) {
 
 func (p *Params) stateBytes(kind StateKind) (total int64) {
 	for _, e := range p.entries {
-		_, n := p.span(kind, e.Offset, e.Len)
-		total += n
+		total += p.bytes(kind, e, e.Len)
 	}
 	return total
 }
@@ -241,8 +252,8 @@ func (p *Params) SetState(kind StateKind, b []byte) error {
 	}
 	from := int64(0)
 	for _, e := range p.entries {
-		_, n := p.span(kind, e.Offset, e.Len)
-		p.stream.Upload(p.at(kind, e.Offset), b[from:from+n])
+		n := p.bytes(kind, e, e.Len)
+		p.stream.Upload(p.at(kind, e, 0), b[from:from+n])
 		from += n
 	}
 	if err := p.stream.Sync(); err != nil {
@@ -251,16 +262,13 @@ func (p *Params) SetState(kind StateKind, b []byte) error {
 	return nil
 }
 
-// sha256 hashes the master weights in table order, in DType: the bytes of State, with split weights joined.
+// sha256 hashes the master weights in table order, in DType.Wide.
 func (p *Params) sha256() (string, error) {
 	h := sha256.New()
-	size := int64(p.DType.Size())
-	buf := make([]byte, min(loadPiece, p.elems)*size)
 	for _, at := range p.extents(loadPiece) {
-		e, b := p.entries[at.entry], buf[:at.n*size]
-		p.stream.Download(b, p.at(Weights, e.Offset+at.at))
-		if err := errors.Join(p.stream.Sync(), p.join(e, at.at, b)); err != nil {
-			return "", fmt.Errorf("read weights %q: %w", e.Name, err)
+		b, err := p.masters(p.entries[at.entry], at.at, at.n)
+		if err != nil {
+			return "", err
 		}
 		h.Write(b)
 	}

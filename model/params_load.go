@@ -124,7 +124,7 @@ func (p *Params) upload(s *kernels.Stream, kind StateKind, e Entry, at int64, v 
 	if kind == Weights && p.split(e) {
 		err = p.uploadSplit(s, e, at, v)
 	} else {
-		s.UploadReal(p.at(kind, e.Offset+at), v, p.DType)
+		s.UploadReal(p.at(kind, e, at), v, p.storage(kind, e))
 		err = s.Sync()
 	}
 	if err != nil {

@@ -215,7 +215,7 @@ func (p *parity) decode() error {
 
 // logits downloads the logits of the last pass's first sampled rows.
 func (r *Runner) logits(dst []float32) error {
-	r.st.DownloadReal(dst, r.a.logits, r.dt)
+	r.st.DownloadReal(dst, r.a.logits, r.dt.Wide())
 	return r.st.Sync()
 }
 

@@ -58,7 +58,7 @@ const (
 
 // PlanOptions are the attributes of a plan that the graph does not have.
 type PlanOptions struct {
-	DType      kernels.DType // storage type of every float value: F32 or F64
+	DType      kernels.DType // storage type of float values: F32, F64, or BF16, with which what spec.wide marks is float32
 	Recompute  bool          // keep layer inputs only; run a layer's forward again before its backward
 	ValidVocab int64         // columns of the head that take part in the softmax; 0 means all
 }
@@ -114,8 +114,8 @@ type sink struct {
 
 // Compile lowers a graph to a program: schedule, gradient joins, recompute, emission, aliasing, live ranges. Offsets come from Place.
 func Compile(gr *Graph, o PlanOptions) (*Program, error) {
-	if o.DType != kernels.F32 && o.DType != kernels.F64 {
-		return nil, fmt.Errorf("plan %s graph: dtype %v, want f32 or f64", gr.Mode, o.DType)
+	if o.DType != kernels.F32 && o.DType != kernels.F64 && o.DType != kernels.BF16 {
+		return nil, fmt.Errorf("plan %s graph: dtype %v, want f32, f64 or bf16", gr.Mode, o.DType)
 	}
 	pl := &planner{
 		p: &Program{gr: gr, opt: o}, gr: gr, em: newEmitter(gr, o.DType, o.ValidVocab),
@@ -399,7 +399,7 @@ func (pl *planner) emit() (err error) {
 	numForward := pl.p.numForward
 	grads := make([]valueID, len(pl.gr.Trained))
 	for i, t := range pl.gr.Trained {
-		grads[i] = pl.external("d:"+t.Name, fixed(t.Name, dims64(t.Shape)...), inGrad, i)
+		grads[i] = pl.external("d:"+t.Name, gradient(t.Name, dims64(t.Shape)...), inGrad, i)
 	}
 	for at, n := range pl.ops {
 		if at == numForward {

@@ -30,19 +30,11 @@ func (e emitter) lowRank(o *op, rank int64, v lowRankValues) []*record {
 		r.out(&g.C, c)
 		return r
 	}
-	sum := func(m, n int64, a, b, c valueID) *record {
-		g, r := e.gemm(kernels.TransA|kernels.Beta1, 'k', m, n, 0, o.label)
-		g.LDA, g.LDB = m, n
-		r.in(&g.A, a)
-		r.in(&g.B, b)
-		r.acc(&g.C, c)
-		return r
-	}
 	return []*record{
 		thin(kernels.TransB, o.k, o.k, o.k, v.x, v.sA, v.u),
-		sum(o.n, rank, v.dy, v.u, v.dB),
+		e.weightGradient(o.n, rank, v.dy, v.u, v.dB, o.label),
 		thin(0, o.n, o.n, rank, v.dy, v.sB, v.v),
-		sum(rank, o.k, v.v, v.x, v.dA),
+		e.weightGradient(rank, o.k, v.v, v.x, v.dA, o.label),
 	}
 }
 

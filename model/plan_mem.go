@@ -77,16 +77,9 @@ func (p *Program) liveness() {
 	})
 }
 
-// elem is the size of a float element in bytes.
-func (p *Program) elem() int64 { return int64(p.opt.DType.Size()) }
-
-// bytes is the aligned size of the buffer when the plan stores floats as dt.
+// bytes is the aligned size of the buffer in a plan of type dt.
 func (b *buffer) bytes(sh Shapes, dt kernels.DType) int64 {
-	elem := int64(dt.Size())
-	if dt == kernels.BF16 && b.spec.wide {
-		elem = 4
-	}
-	return alignUp(b.spec.elems(sh) * elem)
+	return alignUp(b.spec.elems(sh) * int64(b.spec.storage(dt).Size()))
 }
 
 // Place assigns arena offsets for batches of up to sh.

@@ -59,7 +59,7 @@ func checkMemory(p *Program) error {
 	type span struct{ from, to int64 }
 	at := func(b int) span {
 		buf := p.buffers[b]
-		return span{buf.offset, buf.offset + buf.spec.elems(p.bucket)*p.elem()}
+		return span{buf.offset, buf.offset + buf.spec.elems(p.bucket)*int64(buf.spec.storage(p.opt.DType).Size())}
 	}
 	intact := map[int]bool{}
 	touch := func(i int, r *record) error {
@@ -114,7 +114,7 @@ func TestArenaProperty(t *testing.T) {
 		cfg := execConfig(kinds...)
 		cfg.TieEmbeddings = rapid.Bool().Draw(rt, "tied")
 		mode := rapid.SampledFrom([]Mode{Train, Score}).Draw(rt, "mode")
-		opt := PlanOptions{Recompute: rapid.Bool().Draw(rt, "recompute"), DType: rapid.SampledFrom([]kernels.DType{kernels.F32, kernels.F64}).Draw(rt, "dtype")}
+		opt := PlanOptions{Recompute: rapid.Bool().Draw(rt, "recompute"), DType: rapid.SampledFrom([]kernels.DType{kernels.F32, kernels.F64, kernels.BF16}).Draw(rt, "dtype")}
 		gr, err := Build(cfg, mode)
 		if err != nil {
 			rt.Fatal(err)
@@ -166,20 +166,71 @@ func TestBuildRefuses(t *testing.T) {
 	if _, err := Build(execConfig(), Mode(9)); err == nil {
 		t.Error("mode 9 was accepted")
 	}
-	if _, err := Compile(must[*Graph](t)(Build(execConfig(), Train)), PlanOptions{DType: kernels.BF16}); err == nil {
-		t.Error("bf16 plan was accepted")
+	if _, err := Compile(must[*Graph](t)(Build(execConfig(), Train)), PlanOptions{DType: kernels.I32}); err == nil {
+		t.Error("int32 plan was accepted")
+	}
+}
+
+// TestBF16Plan: the plan in bfloat16 is the one in float32, but for the products into gradients of weights, which are float32 (and need a
+// flag), and the arena, which is the one that the memory planner works out from a float32 plan.
+func TestBF16Plan(t *testing.T) {
+	lora := must[*Graph](t)(BuildLoRA(execConfig(), LoRA{Rank: 3, Alpha: 6, Targets: []string{AllLinear}}))
+	for _, gr := range []*Graph{must[*Graph](t)(Build(execConfig(), Train)), lora} {
+		for _, recompute := range []bool{false, true} {
+			f := must[*Program](t)(Compile(gr, PlanOptions{Recompute: recompute}))
+			b := must[*Program](t)(Compile(gr, PlanOptions{DType: kernels.BF16, Recompute: recompute}))
+			sh := Shapes{Rows: 200, Targets: 77, States: 9}
+			f.Place(sh)
+			b.Place(sh)
+			if b.arenaBytes != f.ArenaBytes(sh, kernels.BF16) || b.arenaBytes >= f.arenaBytes {
+				t.Errorf("arena %d in bfloat16, planned %d, %d in float32", b.arenaBytes, f.ArenaBytes(sh, kernels.BF16), f.arenaBytes)
+			}
+			if ff, fb := f.FLOPs(sh); len(b.records) != len(f.records) {
+				t.Errorf("%d records, %d in float32", len(b.records), len(f.records))
+			} else if bf, bb := b.FLOPs(sh); ff != bf || fb != bb {
+				t.Errorf("flops %g + %g, %g + %g in float32", bf, bb, ff, fb)
+			}
+			gradients := 0
+			for i, r := range b.records {
+				if r.op != kernels.OpGemm {
+					continue
+				}
+				a, into := (*kernels.GemmArgs)(r.args), b.values[r.writes[0]].region == inGrad
+				if wide := a.Flags&kernels.CF32 != 0; a.DType != kernels.BF16 || wide != into || into && a.Flags&kernels.Beta1 == 0 {
+					t.Errorf("%s: dtype %v, flags %#x, gradient of a weight: %t", r.label, a.DType, a.Flags, into)
+				}
+				if g := (*kernels.GemmArgs)(f.records[i].args); g.Flags != a.Flags&^kernels.CF32 {
+					t.Errorf("%s: flags %#x in float32, %#x in bfloat16", r.label, g.Flags, a.Flags)
+				}
+				if into {
+					gradients++
+				}
+			}
+			if gradients == 0 {
+				t.Error("no product makes a gradient")
+			}
+		}
 	}
 }
 
 func TestNullDevice(t *testing.T) {
+	t.Run("f32", func(t *testing.T) { onNullDevice(t, LoadOptions{Train: true}, 1<<30) })
+	t.Run("bf16", func(t *testing.T) {
+		onNullDevice(t, LoadOptions{DType: kernels.BF16, Train: true, Optim: Recipe{HiLo: true}}, 1<<29)
+	})
+}
+
+// onNullDevice runs an update of a million rows that no memory is behind.
+func onNullDevice(t *testing.T, o LoadOptions, atLeast int64) {
 	d := must[*kernels.Device](t)(kernels.Open("null", kernels.Options{}))
-	m := must[*Model](t)(NewRandom(execConfig(), d, 1, LoadOptions{Train: true}))
+	m := must[*Model](t)(NewRandom(execConfig(), d, 1, o))
 	e := must[*Exec](t)(NewExec(m, ExecOptions{MaxRows: 1 << 20, MaxTargets: 64}))
 	b := tree(1, 61, [2]int32{70, -1}, [2]int32{5, 0})
 	b.Rows, b.Targets = b.Rows[:60], b.Targets[:60]
 	must[*Output](t)(e.Forward(b))
 	check(t, e.Backward(make([]float32, 60), nil))
-	if e.PeakBytes() < 1<<30 {
+	check(t, e.Step(Hyper{LR: 1}))
+	if e.PeakBytes() < atLeast {
 		t.Errorf("peak %d bytes for a million rows", e.PeakBytes())
 	}
 	e.Close()

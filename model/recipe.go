@@ -2,8 +2,10 @@ package model
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math"
+	"slices"
 
 	"harness-s/kernels"
 )
@@ -15,7 +17,8 @@ type Recipe struct {
 	States kernels.State
 	// HiLo splits every float32 master weight into its nearest bfloat16, which is all that sampler and executor ever read, and the 16
 	// bits that are missing (kernels.SplitF32): exact, whatever the size of an update. Tensors that stay float32 (TensorSpec.KeepF32) are
-	// not split. Without Train the lower half is dropped: what is left is what training computes with.
+	// not split. Without Train the lower half is dropped: what is left is what training computes with. Weights in BF16 are always split;
+	// to train them HiLo is required.
 	HiLo bool
 	// Seed keys the stochastic rounding, with an element's place and the step.
 	Seed uint64
@@ -36,47 +39,82 @@ func (r Recipe) kinds(train bool) []StateKind {
 	return ks
 }
 
-func (r Recipe) check(dtype kernels.DType) error {
+func (r Recipe) check(dtype kernels.DType, train bool) error {
 	switch {
-	case dtype != kernels.F32 && dtype != kernels.F64:
-		return fmt.Errorf("allocate parameters: dtype %v, want F32 or F64", dtype)
-	case r.HiLo && dtype != kernels.F32:
-		return fmt.Errorf("allocate parameters: dtype %v, but only float32 weights are split (Recipe.HiLo)", dtype)
+	case dtype != kernels.F32 && dtype != kernels.F64 && dtype != kernels.BF16:
+		return fmt.Errorf("allocate parameters: dtype %v, want F32, F64 or BF16", dtype)
+	case r.HiLo && dtype == kernels.F64:
+		return fmt.Errorf("allocate parameters: dtype %v, but only float32 masters are split (Recipe.HiLo)", dtype)
+	case train && dtype == kernels.BF16 && !r.HiLo:
+		return &Error{Op: "allocate parameters", Err: errors.New("bfloat16 weights are trained as upper halves of float32 masters, and the lower halves are not kept"),
+			Hint: `optim.master = "hilo" keeps them (Recipe.HiLo)`}
 	case r.States < kernels.StateF32 || r.States > kernels.StateU8:
 		return fmt.Errorf("allocate parameters: states %d, want StateF32, StateBF16 or StateU8", r.States)
 	}
 	return nil
 }
 
-// span returns where n elements of an arena begin, and how long they are, in bytes. first is a multiple of kernels.StateBlock for scales.
-func (p *Params) span(kind StateKind, first, n int64) (at, bytes int64) {
-	size := int64(p.DType.Size())
+func storageHint(dtype kernels.DType) string {
+	if dtype == kernels.BF16 {
+		return `use --device emu or cuda, or model.dtype = "float32"`
+	}
+	return "use device cpu"
+}
+
+// storage is the type of a tensor in an arena of reals.
+func (p *Params) storage(kind StateKind, e Entry) kernels.DType {
+	if kind == Weights {
+		return weightDType(p.DType, e.KeepF32)
+	}
+	return p.DType.Wide()
+}
+
+// weightDType is how weights are stored in a model of type t.
+func weightDType(t kernels.DType, keepF32 bool) kernels.DType {
+	if keepF32 {
+		return t.Wide()
+	}
+	return t
+}
+
+// bytes is the size of n elements of a tensor in an arena.
+func (p *Params) bytes(kind StateKind, e Entry, n int64) int64 {
 	switch kind {
 	case WeightsLo:
-		size = 2
+		return 2 * n
 	case ScaleM, ScaleV:
-		return first / kernels.StateBlock * 4, (n + kernels.StateBlock - 1) / kernels.StateBlock * 4
+		return (n + kernels.StateBlock - 1) / kernels.StateBlock * 4
 	case MomentM, MomentV:
 		switch p.recipe.States {
 		case kernels.StateBF16:
-			size = 2
+			return 2 * n
 		case kernels.StateU8:
-			size = 1
+			return n
 		}
 	}
-	return first * size, n * size
+	return n * int64(p.storage(kind, e).Size())
 }
 
-// at is the address of an element of an arena, 0 when the arena is not allocated.
-func (p *Params) at(kind StateKind, first int64) kernels.Ptr {
+// offset is where a tensor begins in an arena, in bytes.
+func (p *Params) offset(kind StateKind, e Entry) int64 {
+	kept, other := Entry{KeepF32: true}, Entry{}
+	return p.bytes(kind, kept, e.kept) + p.bytes(kind, other, e.Offset-e.kept)
+}
+
+// arenaBytes is the size of an arena.
+func (p *Params) arenaBytes(kind StateKind) int64 {
+	return p.offset(kind, Entry{Offset: p.elems, kept: p.kept})
+}
+
+// at is the address of an element of a tensor in an arena, 0 when the arena is not allocated.
+func (p *Params) at(kind StateKind, e Entry, first int64) kernels.Ptr {
 	if !p.Has(kind) {
 		return 0
 	}
-	at, _ := p.span(kind, first, 0)
-	return p.arena[kind].At(at)
+	return p.arena[kind].At(p.offset(kind, e) + p.bytes(kind, e, first))
 }
 
-// inReals reports whether an arena holds values of DType.
+// inReals reports whether an arena holds real numbers.
 func (p *Params) inReals(kind StateKind) bool {
 	switch kind {
 	case Weights, Grads:
@@ -87,13 +125,15 @@ func (p *Params) inReals(kind StateKind) bool {
 	return false
 }
 
-// split reports whether the weights of a tensor are stored in halves.
-func (p *Params) split(e Entry) bool { return p.recipe.HiLo && !e.KeepF32 }
+// split reports whether the weights of a tensor are upper halves of masters.
+func (p *Params) split(e Entry) bool {
+	return (p.recipe.HiLo || p.DType == kernels.BF16) && !e.KeepF32
+}
 
 // splitPiece is how many elements are split or joined at a time.
 const splitPiece = 1 << 16
 
-// uploadSplit writes master weights of a tensor from element at on: upper halves, widened, and lower ones where they are kept.
+// uploadSplit writes master weights of a tensor from element at on: upper halves, and lower ones where they are kept.
 func (p *Params) uploadSplit(s *kernels.Stream, e Entry, at int64, v []float32) error {
 	hi, lo := make([]float32, min(len(v), splitPiece)), make([]byte, 2*min(len(v), splitPiece))
 	for len(v) > 0 {
@@ -103,9 +143,11 @@ func (p *Params) uploadSplit(s *kernels.Stream, e Entry, at int64, v []float32) 
 			hi[i] = kernels.FromBF16(h)
 			binary.LittleEndian.PutUint16(lo[2*i:], uint16(l))
 		}
-		s.UploadReal(p.at(Weights, e.Offset+at), hi[:n], p.DType)
+		s.UploadReal(p.at(Weights, e, at), hi[:n], p.storage(Weights, e))
 		if p.Has(WeightsLo) {
-			s.Upload(p.at(WeightsLo, e.Offset+at), lo[:2*n])
+			s.Upload(p.at(WeightsLo, e, at), lo[:2*n])
+		} else if !slices.Equal(hi[:n], v[:n]) {
+			p.rounded.Store(true)
 		}
 		if err := s.Sync(); err != nil {
 			return err
@@ -115,38 +157,48 @@ func (p *Params) uploadSplit(s *kernels.Stream, e Entry, at int64, v []float32) 
 	return nil
 }
 
-// join makes the float32 master of upper halves that were downloaded from a tensor, from element at on, in place. Weights that are not
-// split stay as they are.
-func (p *Params) join(e Entry, at int64, b []byte) error {
-	if !p.split(e) || !p.Has(WeightsLo) {
-		return nil
+// masters downloads n master weights of a tensor, from element at on, as bytes of DType.Wide: split ones joined, or widened where the lower
+// halves are not kept.
+func (p *Params) masters(e Entry, at, n int64) ([]byte, error) {
+	b := make([]byte, p.bytes(Weights, e, n))
+	p.stream.Download(b, p.at(Weights, e, at))
+	var lo []byte
+	if p.split(e) && p.Has(WeightsLo) {
+		lo = make([]byte, 2*n)
+		p.stream.Download(lo, p.at(WeightsLo, e, at))
+	}
+	if err := p.stream.Sync(); err != nil {
+		return nil, fmt.Errorf("read weights %q: %w", e.Name, err)
+	}
+	if p.storage(Weights, e) == kernels.BF16 {
+		b = widen(b)
 	}
 	le := binary.LittleEndian
-	lo := make([]byte, min(len(b)/2, 2*splitPiece))
-	for len(b) > 0 {
-		n := min(len(b)/4, splitPiece)
-		p.stream.Download(lo[:2*n], p.at(WeightsLo, e.Offset+at))
-		if err := p.stream.Sync(); err != nil {
-			return err
-		}
-		for i := range n {
-			x := kernels.JoinF32(uint16(le.Uint32(b[4*i:])>>16), int16(le.Uint16(lo[2*i:])))
-			le.PutUint32(b[4*i:], math.Float32bits(x))
-		}
-		b, at = b[4*n:], at+int64(n)
+	for i := 0; i < len(lo); i += 2 {
+		x := kernels.JoinF32(uint16(le.Uint32(b[2*i:])>>16), int16(le.Uint16(lo[i:])))
+		le.PutUint32(b[2*i:], math.Float32bits(x))
 	}
-	return nil
+	return b, nil
+}
+
+// widen gives bfloat16 bytes as float32 bytes.
+func widen(b []byte) []byte {
+	out := make([]byte, 2*len(b))
+	for i := 0; i < len(b); i += 2 {
+		out[2*i+2], out[2*i+3] = b[i], b[i+1]
+	}
+	return out
 }
 
 // Master downloads the weights that the optimiser updates, row-major: those of ReadF32, joined with their lower halves where they are split.
 func (p *Params) Master(name string) ([]float32, error) {
-	b, err := p.read(Weights, name)
+	e, _, err := p.entry(Weights, name)
+	if err != nil {
+		return nil, fmt.Errorf("read masters: %w", err)
+	}
+	b, err := p.masters(e, 0, e.Len)
 	if err != nil {
 		return nil, err
 	}
-	e, _ := p.Lookup(name)
-	if err := p.join(e, 0, b); err != nil {
-		return nil, fmt.Errorf("read lower halves of %q: %w", name, err)
-	}
-	return p.decode(b)
+	return decode(b, p.DType.Wide())
 }

@@ -94,13 +94,12 @@ func padding(t *testing.T, m *Model, r Recipe) {
 	t.Helper()
 	p := m.Params
 	for _, k := range r.kinds(true) {
-		_, size := p.span(k, 0, p.elems)
-		b := make([]byte, size)
+		b := make([]byte, p.arenaBytes(k))
 		p.stream.Download(b, p.Base(k))
 		check(t, p.stream.Sync())
 		for _, e := range p.entries {
-			at, n := p.span(k, e.Offset, e.Len)
-			clear(b[at : at+n])
+			at := p.offset(k, e)
+			clear(b[at : at+p.bytes(k, e, e.Len)])
 		}
 		if i := slices.IndexFunc(b, func(x byte) bool { return x != 0 }); i >= 0 {
 			t.Errorf("%s: byte %d of the padding is %d", k, i, b[i])
@@ -226,7 +225,7 @@ func TestRecipeBytes(t *testing.T) {
 func TestRecipeRefusals(t *testing.T) {
 	dev, cfg := execDevice(t, 1), execConfig()
 	for want, o := range map[string]LoadOptions{
-		"dtype f64, but only float32 weights are split": {DType: kernels.F64, Optim: Recipe{HiLo: true}},
+		"dtype f64, but only float32 masters are split": {DType: kernels.F64, Optim: Recipe{HiLo: true}},
 		"states 7, want StateF32, StateBF16 or StateU8": {Optim: Recipe{States: 7}},
 	} {
 		if _, err := NewRandom(cfg, dev, 1, o); err == nil || !strings.Contains(err.Error(), want) {

@@ -148,10 +148,10 @@ type field struct {
 	bytes int64
 }
 
-// fields lists the activations of passes of up to maxRows rows that sample up to maxSeqs, the logits last. With BF16 the gates and the
-// logits stay float32 (abi.h).
+// fields lists the activations of passes of up to maxRows rows that sample up to maxSeqs, the logits last. Gates and logits are never stored
+// below float32 (abi.h).
 func (a *activations) fields(c *Config, dt kernels.DType, maxRows, maxSeqs int) []field {
-	elem := int64(dt.Size())
+	elem, wide := int64(dt.Size()), int64(dt.Wide().Size())
 	d, i := int64(c.Hidden), int64(c.Intermediate)
 	qk, vd, nv, ch := int64(c.KeyDim()), int64(c.ValueDim()), int64(c.LinValueHeads), int64(c.ConvChannels())
 	aq, akv := int64(c.NumHeads*c.HeadDim), int64(c.NumKVHeads*c.HeadDim)
@@ -163,16 +163,16 @@ func (a *activations) fields(c *Config, dt kernels.DType, maxRows, maxSeqs int) 
 	for j := range fs {
 		e := elem
 		if fs[j].at == &a.beta || fs[j].at == &a.g {
-			e = max(e, 4)
+			e = wide
 		}
 		fs[j].bytes = alignUp(int64(maxRows) * fs[j].bytes * e)
 	}
-	return append(fs, field{&a.logits, alignUp(int64(maxSeqs) * int64(c.VocabSize) * max(elem, 4))})
+	return append(fs, field{&a.logits, alignUp(int64(maxSeqs) * int64(c.VocabSize) * wide)})
 }
 
 // sampleRowBytes are those of the sampling parameters and results of maxSeqs rows.
 func sampleRowBytes(maxSeqs int, dt kernels.DType) int64 {
-	return int64(maxSeqs) * (kernels.SampleRowBytes + 4 + 2*max(int64(dt.Size()), 4))
+	return int64(maxSeqs) * (kernels.SampleRowBytes + 4 + 2*int64(dt.Wide().Size()))
 }
 
 func (r *Runner) allocate() error {

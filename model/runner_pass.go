@@ -166,7 +166,7 @@ func passWorkspace(dev *kernels.Device, c *Config, dt kernels.DType, x *passInde
 	need(kernels.OpAttnPrep, unsafe.Pointer(&kernels.AttnPrepArgs{DType: dt, T: x.rows, NH: nh, NKV: nkv, HD: hd, Rot: int64(c.RotaryDim)}))
 	need(kernels.OpAttnPaged, unsafe.Pointer(&kernels.AttnPagedArgs{DType: dt, T: x.rows, NH: nh, NKV: nkv, HD: hd, PageSize: int64(pageSize), MaxPages: x.maxPages}))
 	if n := x.sampled; n > 0 {
-		gemm(n, d, int64(c.VocabSize), 0)
+		gemm(n, d, int64(c.VocabSize), wideC(dt))
 		need(kernels.OpSample, unsafe.Pointer(&kernels.SampleArgs{DType: dt, B: n, V: int64(c.VocabSize), VocabValid: int64(c.VocabSize)}))
 	}
 	return most
@@ -180,15 +180,12 @@ func (r *Runner) scratch() (kernels.Ptr, int64) {
 	return r.ws.Ptr(), r.ws.Bytes()
 }
 
-// linear is y[m, n] = x[m, k] W[n, k]^T, added to y with accumulate.
-func (r *Runner) linear(y, x, w kernels.Ptr, m int64, k, n int, accumulate bool) {
+// linear is y[m, n] = x[m, k] W[n, k]^T; flags may add it to y (kernels.Beta1).
+func (r *Runner) linear(y, x, w kernels.Ptr, m int64, k, n int, flags uint32) {
 	if m == 0 {
 		return
 	}
-	g := kernels.GemmArgs{DType: r.dt, Flags: kernels.TransB, M: m, N: int64(n), K: int64(k), A: x, LDA: int64(k), B: w, LDB: int64(k), C: y, LDC: int64(n)}
-	if accumulate {
-		g.Flags |= kernels.Beta1
-	}
+	g := kernels.GemmArgs{DType: r.dt, Flags: kernels.TransB | flags, M: m, N: int64(n), K: int64(k), A: x, LDA: int64(k), B: w, LDB: int64(k), C: y, LDC: int64(n)}
 	g.WS, g.WSBytes = r.scratch()
 	r.st.Gemm(&g)
 }
@@ -201,8 +198,9 @@ func (r *Runner) pick(dst, src kernels.Ptr, width int, x *passIndex) {
 	r.st.Gather(&kernels.GatherArgs{DType: r.dt, N: x.sampled, D: int64(width), T: x.rows, Row: x.sel, Src: src, Dst: dst})
 }
 
-func (r *Runner) off(p kernels.Ptr, rows int64, width int) kernels.Ptr {
-	return p + kernels.Ptr(rows*int64(width)*int64(r.dt.Size()))
+// off is the address so many rows after p, of values of type dt.
+func off(p kernels.Ptr, rows int64, width int, dt kernels.DType) kernels.Ptr {
+	return p + kernels.Ptr(rows*int64(width)*int64(dt.Size()))
 }
 
 // deltaNet is a linear-attention mixer (model.md 3.4) with its residual: h += out_proj(gated_norm(delta_rule(...))).
@@ -211,23 +209,24 @@ func (r *Runner) deltaNet(layer int, x *passIndex, last bool) {
 	nk, dk, nv, dv := int64(c.LinKeyHeads), int64(c.LinKeyDim), int64(c.LinValueHeads), int64(c.LinValueDim)
 	ch, vd, qk, d := c.ConvChannels(), c.LinValueHeads*c.LinValueDim, c.LinKeyHeads*c.LinKeyDim, c.Hidden
 	r.norm(a.n, a.x, w.norm1, x.rows)
-	r.linear(a.p, a.n, w.qkv, x.rows, d, ch, false)
-	r.linear(a.b, a.n, w.b, x.rows, d, c.LinValueHeads, false)
-	r.linear(a.a, a.n, w.a, x.rows, d, c.LinValueHeads, false)
+	r.linear(a.p, a.n, w.qkv, x.rows, d, ch, 0)
+	r.linear(a.b, a.n, w.b, x.rows, d, c.LinValueHeads, 0)
+	r.linear(a.a, a.n, w.a, x.rows, d, c.LinValueHeads, 0)
 	if n := x.decode; n > 0 {
 		st.ConvGateStep(&kernels.ConvGateStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Eps: l2Eps, Slot: x.slots, P: a.p, A: a.a, B_: a.b,
 			W: w.conv, ALog: w.aLog, DTBias: w.dtBias, Q: a.q, K: a.k, V: a.v, Beta: a.beta, G: a.g, ConvState: l.conv})
 		st.GDNStep(&kernels.GDNStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Slot: x.slots, Q: a.q, K: a.k, V: a.v, Beta: a.beta, G: a.g, O: a.o, RecState: l.rec})
 	}
 	if n := x.rows - x.decode; n > 0 {
-		s := x.decode
-		q, k, v, beta, g := r.off(a.q, s, qk), r.off(a.k, s, qk), r.off(a.v, s, vd), r.off(a.beta, s, c.LinValueHeads), r.off(a.g, s, c.LinValueHeads)
+		rest := func(p kernels.Ptr, width int) kernels.Ptr { return off(p, x.decode, width, r.dt) }
+		gate := func(p kernels.Ptr) kernels.Ptr { return off(p, x.decode, c.LinValueHeads, r.dt.Wide()) }
+		q, k, v, beta, g := rest(a.q, qk), rest(a.k, qk), rest(a.v, vd), gate(a.beta), gate(a.g)
 		cg := kernels.ConvGateArgs{DType: r.dt, T: n, NK: nk, DK: dk, NV: nv, DV: dv, Eps: l2Eps, F: x.forest,
-			P: r.off(a.p, s, ch), A: r.off(a.a, s, c.LinValueHeads), B: r.off(a.b, s, c.LinValueHeads), W: w.conv, ALog: w.aLog, DTBias: w.dtBias,
+			P: rest(a.p, ch), A: rest(a.a, c.LinValueHeads), B: rest(a.b, c.LinValueHeads), W: w.conv, ALog: w.aLog, DTBias: w.dtBias,
 			Q: q, K: k, V: v, Beta: beta, G: g, ConvState: l.conv}
 		cg.WS, cg.WSBytes = r.scratch()
 		st.ConvGate(&cg)
-		gd := kernels.GDNArgs{DType: r.dt, T: n, NK: nk, DK: dk, NV: nv, DV: dv, F: x.forest, Q: q, K: k, V: v, Beta: beta, G: g, O: r.off(a.o, s, vd), RecState: l.rec}
+		gd := kernels.GDNArgs{DType: r.dt, T: n, NK: nk, DK: dk, NV: nv, DV: dv, F: x.forest, Q: q, K: k, V: v, Beta: beta, G: g, O: rest(a.o, vd), RecState: l.rec}
 		gd.WS, gd.WSBytes = r.scratch()
 		st.GDN(&gd)
 	}
@@ -242,9 +241,9 @@ func (r *Runner) deltaNet(layer int, x *passIndex, last bool) {
 		r.pick(a.v, a.o, vd, x) // v is spent
 		o = a.v
 	}
-	r.linear(a.z, n, w.z, rows, d, vd, false)
+	r.linear(a.z, n, w.z, rows, d, vd, 0)
 	st.GatedNorm(&kernels.GatedNormArgs{DType: r.dt, T: rows, NV: nv, DV: dv, Eps: c.RMSEps, O: o, Z: a.z, W: w.gnorm, Y: a.y})
-	r.linear(h, a.y, w.out, rows, vd, d, true)
+	r.linear(h, a.y, w.out, rows, vd, d, kernels.Beta1)
 }
 
 // attention is a full-attention mixer (model.md 3.9) with its residual, over the paged cache.
@@ -264,8 +263,8 @@ func (r *Runner) attention(layer int, x *passIndex, last bool) {
 		st.AttnPrep(&p)
 	}
 	r.norm(a.n, a.x, w.norm1, x.rows)
-	r.linear(a.kin, a.n, w.k, x.rows, d, akv, false)
-	r.linear(a.av, a.n, w.v, x.rows, d, akv, false)
+	r.linear(a.kin, a.n, w.k, x.rows, d, akv, 0)
+	r.linear(a.av, a.n, w.v, x.rows, d, akv, 0)
 	rows, n, h, seq, pos := x.rows, a.n, a.x, x.seq, x.pos
 	if last {
 		rows, n, h, seq, pos = x.sampled, a.ns, a.xs, x.selSeq, x.selPos
@@ -280,31 +279,31 @@ func (r *Runner) attention(layer int, x *passIndex, last bool) {
 	if rows == 0 {
 		return
 	}
-	r.linear(a.qg, n, w.q, rows, d, 2*aq, false)
+	r.linear(a.qg, n, w.q, rows, d, 2*aq, 0)
 	prep(rows, pos, nh, 0)
 	ap := kernels.AttnPagedArgs{DType: r.dt, T: rows, NH: nh, NKV: nkv, HD: hd, PageSize: int64(r.opt.PageSize), MaxPages: x.maxPages,
 		Seq: seq, Pos: pos, BlockTable: x.table, Q: a.aq, KCache: l.k, VCache: l.v, O: a.ao}
 	ap.WS, ap.WSBytes = r.scratch()
 	st.AttnPaged(&ap)
 	st.Gate(&kernels.GateArgs{DType: r.dt, T: rows, NH: nh, HD: hd, O: a.ao, QG: a.qg, Y: a.y})
-	r.linear(h, a.y, w.out, rows, aq, d, true)
+	r.linear(h, a.y, w.out, rows, aq, d, kernels.Beta1)
 }
 
 // mlp is h += down(silu(gate(n)) * up(n)), n = norm2(h) (model.md 3.10).
 func (r *Runner) mlp(w *layerWeights, rows int64, h kernels.Ptr) {
 	a, c := &r.a, r.m.Config
 	r.norm(a.n, h, w.norm2, rows)
-	r.linear(a.gate, a.n, w.gate, rows, c.Hidden, c.Intermediate, false)
-	r.linear(a.up, a.n, w.up, rows, c.Hidden, c.Intermediate, false)
+	r.linear(a.gate, a.n, w.gate, rows, c.Hidden, c.Intermediate, 0)
+	r.linear(a.up, a.n, w.up, rows, c.Hidden, c.Intermediate, 0)
 	r.st.SwiGLU(&kernels.SwiGLUArgs{DType: r.dt, N: rows * int64(c.Intermediate), Gate: a.gate, Up: a.up, H: a.gate})
-	r.linear(h, a.gate, w.down, rows, c.Intermediate, c.Hidden, true)
+	r.linear(h, a.gate, w.down, rows, c.Intermediate, c.Hidden, kernels.Beta1)
 }
 
 // sample computes logits of the selected rows and draws their tokens.
 func (r *Runner) sample(work []Work, batch []piece, x *passIndex) {
 	a, c := &r.a, r.m.Config
 	r.norm(a.ns, a.xs, r.w.norm, x.sampled)
-	r.linear(a.logits, a.ns, r.w.head, x.sampled, c.Hidden, c.VocabSize, false)
+	r.linear(a.logits, a.ns, r.w.head, x.sampled, c.Hidden, c.VocabSize, wideC(r.dt))
 	r.rows = r.rows[:0]
 	for _, p := range batch {
 		if p.sample {
@@ -327,7 +326,7 @@ func (r *Runner) sample(work []Work, batch []piece, x *passIndex) {
 
 // results are the addresses of log-probs, entropies and tokens behind the sample rows.
 func (r *Runner) results(n int64) (tok, lp, ent kernels.Ptr) {
-	base, elem := int64(r.opt.MaxSeqs)*kernels.SampleRowBytes, int64(r.dt.Size())
+	base, elem := int64(r.opt.MaxSeqs)*kernels.SampleRowBytes, int64(r.dt.Wide().Size())
 	return r.rbuf.At(base + 2*n*elem), r.rbuf.At(base), r.rbuf.At(base + n*elem)
 }
 
@@ -336,8 +335,8 @@ func (r *Runner) collect(batch []piece, x *passIndex, out []Sampled) {
 	tok, lp, ent := r.results(x.sampled)
 	tokens, vals := make([]int32, n), make([]float32, 2*n)
 	r.st.DownloadI32(tokens, tok)
-	r.st.DownloadReal(vals[:n], lp, r.dt)
-	r.st.DownloadReal(vals[n:], ent, r.dt)
+	r.st.DownloadReal(vals[:n], lp, r.dt.Wide())
+	r.st.DownloadReal(vals[n:], ent, r.dt.Wide())
 	i := 0
 	for _, p := range batch {
 		if p.sample {

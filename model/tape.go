@@ -170,6 +170,9 @@ func hostBytes(v G.Value) ([]byte, error) {
 // TapeRun runs a batch through Gorgonia's TapeMachine: log-probs of the targets at temperature 1 and, for dLogP, the gradient of every
 // parameter by name. It is the oracle of planner and executor, meant for tiny configurations.
 func TapeRun(m *Model, b *Batch, dLogP []float32) (logp []float32, grads map[string][]float32, err error) {
+	if m.Params.DType == kernels.BF16 {
+		return nil, nil, errors.New("run tape: bfloat16 values have no host tensors; load the model in float32")
+	}
 	if len(dLogP) != len(b.Rows) {
 		return nil, nil, fmt.Errorf("run tape: %d log-prob gradients for %d targets", len(dLogP), len(b.Rows))
 	}
