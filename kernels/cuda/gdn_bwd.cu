@@ -5,7 +5,7 @@
 // initial-state gradients in segment order. chunk: a block per (chunk, key head) recomputes Delta from S0 and does the rest, value head after value
 // head, so that dq and dk are summed over them in head order. Triangular systems are solved by substitution inside 16x16 blocks, products between.
 // BF16: products on tensor cores; q, k, do are exact, everything else (S0, D, Delta, Z, the 64x64 matrices) is split into two bf16 (tiles.cuh).
-// Shapes: any dims whose tiles fit into shared memory (dk = dv = 128: 114 KB and 159 KB with bf16, 208 KB with f32).
+// Shapes: any dims whose tiles fit into shared memory (dk = dv = 128: scan and chunk 111 and 158 KB with bf16, 154 and 209 KB with f32).
 // H200: about 11 M multiply-adds a chunk and value head, 2.3 products each; floor 1.6 ms per 32k rows (gpu.md 6.4); expected 10x of that, as fragments
 // are gathered element by element and not by ldmatrix from pre-split tiles. Unmeasured.
 #include "delta.cuh"
@@ -142,7 +142,7 @@ struct scan_smem {
 };
 
 template <class T>
-__global__ void __launch_bounds__(scan_threads)
+__global__ void __launch_bounds__(scan_threads, 2)
     gdn_scan_kernel(gdnb_shape p, hs_forest f, const T* q, const T* k, const float* beta, const float* g, const T* do_, gdnb_ws ws) {
   HS_DYN_SHARED(unsigned char, sh);
   HS_SHARED(chunk_gates, gates, [1]);
