@@ -144,7 +144,7 @@ template <class T>
 __global__ void rmsnorm_bwd_kernel(int64_t rows, int64_t D, float eps, bool add, const T* x, const T* w, const float* rstd, const T* dy, T* dx, float* part,
                                    bool packs) {
   constexpr int N = pack_n<T>;
-  part += blockIdx.x * D;
+  if (part) part += blockIdx.x * D; // 0: dw is not wanted
   const int64_t first = (int64_t)blockIdx.x * norm_rows, last = first + norm_rows < rows ? first + norm_rows : rows;
   for (int64_t t = first; t < last; t++) {
     const T *xt = x + t * D, *dyt = dy + t * D;
@@ -157,7 +157,7 @@ __global__ void rmsnorm_bwd_kernel(int64_t rows, int64_t D, float eps, bool add,
       load_cols<T, N>(d, dyt, i, D, packs);
       for (int j = 0; j < N && i + j < D; j++) {
         const float n = v[j] * r;
-        part[i + j] = (t == first ? 0.0f : part[i + j]) + d[j] * n;
+        if (part) part[i + j] = (t == first ? 0.0f : part[i + j]) + d[j] * n;
         s += n * (d[j] * (1 + g[j]));
       }
     }
@@ -179,14 +179,15 @@ __global__ void rmsnorm_bwd_kernel(int64_t rows, int64_t D, float eps, bool add,
 extern "C" int64_t hs_ws_rmsnorm_bwd(const hs_rmsnorm_bwd_args* a) { return a->T > 0 && a->D > 0 ? HS_CEIL(a->T, norm_rows) * a->D * 4 : 0; }
 extern "C" hs_status hs_op_rmsnorm_bwd(cudaStream_t s, const hs_rmsnorm_bwd_args* a) {
   HS_NEED_SHAPE(T, D);
-  HS_NEED_PTR(x); HS_NEED_PTR(w); HS_NEED_PTR(dy); HS_NEED_PTR(dx); HS_NEED_PTR(dw);
+  HS_NEED_PTR(x); HS_NEED_PTR(w); HS_NEED_PTR(dy); HS_NEED_PTR(dx);
   HS_NEED_WS(hs_ws_rmsnorm_bwd(a));
   const int64_t blocks = HS_CEIL(a->T, norm_rows);
   HS_DISPATCH(a->dtype, T, {
     const bool packs = hs_packs(a->D, sizeof(T), a->x, a->w, a->dy, a->dx);
     HS_TRY(HS_LAUNCH(s, rmsnorm_bwd_kernel<T>, (unsigned)blocks, norm_block(a->D, pack_n<T>), 0, a->T, a->D, (float)a->eps, (a->flags & HS_ACC_DX) != 0,
-                     (const T*)a->x, (const T*)a->w, (const float*)a->rstd, (const T*)a->dy, (T*)a->dx, (float*)a->ws, packs));
+                     (const T*)a->x, (const T*)a->w, (const float*)a->rstd, (const T*)a->dy, (T*)a->dx, a->dw ? (float*)a->ws : (float*)0, packs));
   })
+  if (!a->dw) return HS_OK;
   return hs_add_parts(s, blocks, a->D, (const float*)a->ws, (float*)a->dw);
 }
 
