@@ -11,7 +11,7 @@ import (
 type Placement uint8
 
 const (
-	// OnCPU is what this build does: float32 weights and activations, sampler and executor allocated side by side.
+	// OnCPU is sampler and executor allocated side by side.
 	OnCPU Placement = iota
 	// OnGPU is the plan of gpu.md 3.7 and 7.3: bfloat16 weights and activations, float32 gradients, and one region that the sampler and
 	// the executor use in turn.
@@ -43,6 +43,7 @@ func (p Phase) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
 // Layout is what memory is planned for.
 type Layout struct {
 	Placement Placement
+	DType     kernels.DType // of weights and activations on the CPU, F32 or BF16 (the emulator); a GPU's are bfloat16
 	Train     bool          // with gradients, optimiser and executor
 	Recipe    Recipe        // storage of moments and master weights
 	LoRA      *LoRA         // the adapter that is trained; nil trains every weight
@@ -209,7 +210,7 @@ func (l *Layout) storage() kernels.DType {
 	if l.Placement == OnGPU {
 		return kernels.BF16
 	}
-	return kernels.F32
+	return l.DType
 }
 
 // padElems is the length of an arena of tensors.
@@ -237,7 +238,7 @@ func (pl *MemoryPlanner) adapter(f *Footprint, l *LoRA, dt kernels.DType) (train
 
 // parameters adds weights, gradients and optimiser.
 func (pl *MemoryPlanner) parameters(f *Footprint, l *Layout) error {
-	if err := l.Recipe.check(kernels.F32, l.Train); err != nil {
+	if err := l.Recipe.check(l.DType, l.Train && l.Placement == OnCPU); err != nil {
 		return err
 	}
 	var weights int64

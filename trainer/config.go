@@ -48,6 +48,7 @@ type ModelConfig struct {
 	Path   string `toml:"path" doc:"Hugging Face directory of a Qwen3.5 model; empty = the shipped tiny checkpoint"`
 	MaxLen int    `toml:"max_len" min:"64" max:"1048576" doc:"longest episode context, in tokens"`
 	Device string `toml:"device" doc:"auto, cpu, null, emu or cuda:N"`
+	DType  string `toml:"dtype" enum:"auto|float32|bfloat16" doc:"type of weights, activations and caches; auto = float32 on the CPU, bfloat16 on cuda and emu"`
 	Gemm   string `toml:"gemm" enum:"own|openblas" doc:"matrix product of the CPU device"`
 	// How a turn begins and ends; hs doctor shows what they come to.
 	Stop     []string `toml:"stop" doc:"tokens that end a turn, as text or decimal id; empty = <|im_end|> and the eos_token_id of config.json and generation_config.json"`
@@ -161,7 +162,7 @@ type OptimConfig struct {
 	Eps         float64    `toml:"eps" min:">0" max:"1" doc:"added to the root of the second moment"`
 	Clip        float64    `toml:"clip" min:"0" doc:"global L2 norm gradients are scaled down to, 0 = off"`
 	States      string     `toml:"states" enum:"fp32|bf16|8bit" doc:"storage of the two moments: 4, 2 or 1 bytes each per parameter; the narrow ones are rounded stochastically"`
-	Master      string     `toml:"master" enum:"fp32|hilo" doc:"storage of the weights: float32, or hilo = bfloat16, which is all that sampling and training compute with, and the 16 bits missing to float32"`
+	Master      string     `toml:"master" enum:"auto|fp32|hilo" doc:"storage of the weights: float32, or hilo = bfloat16, which is all that sampling and training compute with, and the 16 bits missing to float32; auto = fp32, hilo with model.dtype bfloat16, which needs it"`
 }
 
 // SaveConfig is the checkpoint schedule.
@@ -205,7 +206,7 @@ type SFTConfig struct {
 func Defaults() Config {
 	return Config{
 		Run:   RunConfig{Name: "run", Seed: 1, Steps: 100, PauseLimit: Duration(time.Hour)},
-		Model: ModelConfig{MaxLen: 32768, Device: "auto", Gemm: "own", Thinking: "auto", Recompute: "none"},
+		Model: ModelConfig{MaxLen: 32768, Device: "auto", DType: "auto", Gemm: "own", Thinking: "auto", Recompute: "none"},
 		LoRA:  LoRAConfig{Targets: []string{model.AllLinear}},
 		Task:  TaskConfig{Env: "dbbench", PerStep: 16, Seed: 1, Train: 2000, Val: 100, Test: 100},
 		Rollout: RolloutConfig{
@@ -226,7 +227,7 @@ func Defaults() Config {
 			MaskSeqCap: 3, MaskGeo: [2]float64{0.99, 1.01},
 			GapWarn: 0.02, GapStop: 0.05, GapCorr: 0.98, GapTrend: 2, GapWindow: 20, GapFloor: 1e-4,
 		},
-		Optim: OptimConfig{LR: 1e-6, Schedule: "constant", Betas: [2]float64{0.9, 0.98}, WeightDecay: 0.1, Eps: 1e-8, Clip: 1, States: "fp32", Master: "fp32"},
+		Optim: OptimConfig{LR: 1e-6, Schedule: "constant", Betas: [2]float64{0.9, 0.98}, WeightDecay: 0.1, Eps: 1e-8, Clip: 1, States: "fp32", Master: "auto"},
 		Save:  SaveConfig{Every: 5, Keep: 2},
 		Eval:  EvalConfig{Every: 20, Split: "val", K: 3, Tasks: 100, Attempts: 3, Temperature: 1, Resamples: 10000},
 		SFT: SFTConfig{

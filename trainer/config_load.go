@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"github.com/pelletier/go-toml/v2"
+
+	"harness-s/kernels"
 )
 
 // Layer is one configuration text, later ones win. Name is shown as the origin of
@@ -389,6 +391,9 @@ func (c *Config) crossCheck(bad func(path, value, allowed string)) {
 	}
 	if n := c.Model.MicroRows; n > 0 && n < c.Model.MaxLen {
 		bad("model.micro_rows", strconv.Itoa(n), fmt.Sprintf("0 or at least model.max_len (%d): an episode is trained in one piece", c.Model.MaxLen))
+	}
+	if c.Optim.Master == "fp32" && c.DType() == kernels.BF16 {
+		bad("optim.master", `"fp32"`, `hilo or auto with bfloat16 weights, whose lower halves it keeps; or --set model.dtype="float32"`)
 	}
 	if kv := c.Rollout.KVTokens; kv > 0 && kv < c.Model.MaxLen {
 		bad("rollout.kv_tokens", strconv.Itoa(kv), fmt.Sprintf("0 or at least model.max_len (%d)", c.Model.MaxLen))

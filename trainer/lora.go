@@ -46,9 +46,9 @@ func LoadPolicy(cfg Config, from string, load func(dir string, o model.LoadOptio
 		if from == "" {
 			from = cfg.Model.Path
 		}
-		return load(from, model.LoadOptions{Train: true, Optim: cfg.Recipe()})
+		return load(from, model.LoadOptions{DType: cfg.DType(), Train: true, Optim: cfg.Recipe()})
 	}
-	m, err := load(cfg.Model.Path, model.LoadOptions{})
+	m, err := load(cfg.Model.Path, model.LoadOptions{DType: cfg.DType()})
 	if err != nil {
 		if from != "" {
 			err = &Error{Op: "resume LoRA run", Err: fmt.Errorf("its frozen weights: %w", err), Hint: "put that checkpoint back, or name its new place with --set model.path=DIR"}

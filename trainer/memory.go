@@ -1,10 +1,6 @@
 package trainer
 
 import (
-	"cmp"
-	"strconv"
-
-	"harness-s/kernels"
 	"harness-s/model"
 )
 
@@ -29,27 +25,19 @@ func execOptions(cfg Config) model.ExecOptions {
 
 // MemoryLayout is what a training run of the configuration holds.
 func MemoryLayout(cfg Config, at model.Placement) model.Layout {
-	l := model.Layout{Placement: at, Train: true, Recipe: recipeOf(cfg), Runner: runnerOptions(cfg), Context: cfg.Model.MaxLen, Exec: execOptions(cfg)}
+	l := model.Layout{Placement: at, DType: cfg.DType(), Train: true, Recipe: cfg.placed(at).Recipe(), Runner: runnerOptions(cfg), Context: cfg.Model.MaxLen, Exec: execOptions(cfg)}
 	if a, on := cfg.LoRA.Adapter(); on {
 		l.LoRA = &a
 	}
 	return l
 }
 
-// keyText is the value of a key that holds text, "" when this version has no such key.
-func keyText(cfg Config, key string) string {
-	v, _ := cfg.Value(key)
-	s, err := strconv.Unquote(v)
-	if err != nil {
-		return ""
+// placed is the configuration as it would run there.
+func (c Config) placed(at model.Placement) Config {
+	if at == model.OnGPU {
+		c.Model.Device = "cuda"
 	}
-	return s
-}
-
-// recipeOf is the optimiser's storage.
-func recipeOf(cfg Config) model.Recipe {
-	states := map[string]kernels.State{"bf16": kernels.StateBF16, "8bit": kernels.StateU8}
-	return model.Recipe{States: states[keyText(cfg, "optim.states")], HiLo: keyText(cfg, "optim.master") == "hilo"}
+	return c
 }
 
 // MemoryBudget is the memory that a plan must fit into. Reserve is kept free for what the plan does not count.
@@ -141,7 +129,7 @@ func (b MemoryBudget) plan(cfg Config, pl *model.MemoryPlanner, params int64) (*
 		return nil, nil, err
 	}
 	p := &MemoryPlan{Placement: b.Placement.String(), Params: params, Context: cfg.Model.MaxLen, Slots: cfg.Rollout.Slots, MicroRows: l.Exec.MaxRows,
-		Recompute: cfg.Model.Recompute, States: cmp.Or(keyText(cfg, "optim.states"), "fp32"), Master: cmp.Or(keyText(cfg, "optim.master"), "fp32"), Lines: f.Lines,
+		Recompute: cfg.Model.Recompute, States: cfg.Optim.States, Master: cfg.placed(b.Placement).master(), Lines: f.Lines,
 		Rollout: f.Phase(model.Rollout), Train: f.Phase(model.Training), Peak: f.Peak(), Budget: b.Bytes, Reserve: b.Reserve}
 	if l.LoRA != nil {
 		p.LoRARank = l.LoRA.Rank

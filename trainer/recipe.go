@@ -1,16 +1,48 @@
 package trainer
 
 import (
+	"strings"
+
 	"harness-s/env/harness"
 	"harness-s/kernels"
 	"harness-s/model"
 )
 
+// StorageOf is the type that a word of model.dtype stands for on a device, by the name that it is opened with: auto is bfloat16 on cuda and
+// emu, which store it, and float32 elsewhere.
+func StorageOf(dtype, device string) kernels.DType {
+	if dtype == "bfloat16" || dtype != "float32" && (device == "emu" || strings.HasPrefix(device, "cuda")) {
+		return kernels.BF16
+	}
+	return kernels.F32
+}
+
+// DType is the type of weights, activations and caches.
+func (c Config) DType() kernels.DType { return StorageOf(c.Model.DType, c.Model.Device) }
+
+// master is how the optimiser stores the weights: fp32 or hilo.
+func (c Config) master() string {
+	switch {
+	case c.Optim.Master != "auto":
+		return c.Optim.Master
+	case c.DType() == kernels.BF16:
+		return "hilo"
+	}
+	return "fp32"
+}
+
+// Fixed replaces what "auto" leaves to the device by what it stands for, so that a run goes on with the same numbers elsewhere.
+func (c Config) Fixed() Config {
+	c.Optim.Master = c.master()
+	c.Model.DType = map[kernels.DType]string{kernels.F32: "float32", kernels.BF16: "bfloat16"}[c.DType()]
+	return c
+}
+
 // Recipe is how the optimiser stores what it trains. Stochastic rounding has its own stream of random bits under the run's seed.
 func (c Config) Recipe() model.Recipe {
 	states := map[string]kernels.State{"bf16": kernels.StateBF16, "8bit": kernels.StateU8}
 	return model.Recipe{
-		States: states[c.Optim.States], HiLo: c.Optim.Master == "hilo",
+		States: states[c.Optim.States], HiLo: c.master() == "hilo",
 		Seed: KeyOf(harness.RNGKey{Seed: c.Run.Seed, Phase: "optim"}).Lo,
 	}
 }

@@ -2,6 +2,7 @@ package trainer
 
 import (
 	"slices"
+	"strings"
 	"testing"
 
 	"harness-s/kernels"
@@ -89,5 +90,37 @@ func TestRealModelRecipes(t *testing.T) {
 			}
 			sums[sum[0]] = states + ", " + master
 		}
+	}
+}
+
+// TestStorage: what "auto" stands for on each device, and that a fixed configuration keeps it on another one.
+func TestStorage(t *testing.T) {
+	for _, c := range []struct {
+		device, dtype, master string
+		want                  kernels.DType
+		split                 bool
+	}{
+		{"auto", "auto", "auto", kernels.F32, false}, {"cpu", "auto", "auto", kernels.F32, false}, {"cpu", "auto", "hilo", kernels.F32, true},
+		{"emu", "auto", "auto", kernels.BF16, true}, {"cuda:1", "auto", "auto", kernels.BF16, true}, {"emu", "float32", "auto", kernels.F32, false},
+		{"auto", "bfloat16", "auto", kernels.BF16, true}, {"emu", "auto", "hilo", kernels.BF16, true},
+	} {
+		cfg := Defaults()
+		cfg.Model.Device, cfg.Model.DType, cfg.Optim.Master = c.device, c.dtype, c.master
+		fixed := cfg.Fixed()
+		moved := fixed
+		moved.Model.Device = map[bool]string{true: "cpu", false: "emu"}[c.device == "emu"]
+		for _, x := range []Config{cfg, fixed, moved} {
+			if x.DType() != c.want || x.Recipe().HiLo != c.split {
+				t.Errorf("%+v: %s %s %s gives %v, split %t", c, x.Model.Device, x.Model.DType, x.Optim.Master, x.DType(), x.Recipe().HiLo)
+			}
+		}
+	}
+	for _, sets := range [][]string{{`model.device="emu"`, `optim.master="fp32"`}, {`model.dtype="bfloat16"`, `optim.master="fp32"`}} {
+		if _, err := Load(nil, sets); err == nil || !strings.Contains(err.Error(), "optim.master = \"fp32\"") || !strings.Contains(err.Error(), "hilo or auto") {
+			t.Errorf("%v: %v", sets, err)
+		}
+	}
+	if _, err := Load(nil, []string{`model.device="emu"`, `model.dtype="float32"`, `optim.master="fp32"`}); err != nil {
+		t.Error(err)
 	}
 }

@@ -71,7 +71,7 @@ func newRun(ctx context.Context, cfg Config, d *Deps, o RunOptions) (*run, error
 	t := &run{
 		cfg: cfg, d: d, o: o, start: time.Now(), progress: serial(o.Progress), router: newRouter(cfg, d.Pool),
 		evidence: router.NewEvidence(d.Pool.Digest(), d.Pool.Original().ID(), cfg.Router.TrainOutcomes),
-		st: runState{Schema: stateSchema, Seed: cfg.Run.Seed, States: cfg.Optim.States, Master: cfg.Optim.Master,
+		st: runState{Schema: stateSchema, Seed: cfg.Run.Seed, States: cfg.Optim.States, Master: cfg.master(),
 			Pool: d.Pool.Digest(), Data: d.Env.Info().DataDigest},
 	}
 	t.updater = &updater{cfg: cfg, d: d, gate: &t.st.Gate}
@@ -205,7 +205,7 @@ func resumable(cfg Config, d *Deps, l *Loaded) (st runState, err error) {
 	differs("pool", d.Pool.Digest(), st.Pool)
 	differs("task data", d.Env.Info().DataDigest, st.Data)
 	differs("optim.states", cfg.Optim.States, cmp.Or(st.States, "fp32"))
-	differs("optim.master", cfg.Optim.Master, cmp.Or(st.Master, "fp32"))
+	differs("optim.master", cfg.master(), cmp.Or(st.Master, "fp32"))
 	differs("seed", fmt.Sprint(cfg.Run.Seed), fmt.Sprint(st.Seed))
 	differs("model", sum, st.Weights)
 	if st.Schema != stateSchema {

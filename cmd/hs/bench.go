@@ -24,13 +24,14 @@ type benchCmd struct {
 }
 
 type benchFlags struct {
+	storageFlag
 	Ckpt  string `type:"path" help:"Hugging Face directory; default the shipped tiny checkpoint."`
 	Count int    `default:"5" help:"Measured runs."`
 }
 
 func (f benchFlags) header(g *globals, dev *kernels.Device) {
 	i := dev.Info()
-	g.say("hs-version: %s\ndevice: %s\nbuild: %s\nthreads: %d\ngoos: %s\ngoarch: %s", fullVersion(), i.Name, i.Build, i.Threads, runtime.GOOS, runtime.GOARCH)
+	g.say("hs-version: %s\ndevice: %s\ndtype: %v\nbuild: %s\nthreads: %d\ngoos: %s\ngoarch: %s", fullVersion(), i.Name, trainer.StorageOf(f.DType, g.Device), i.Build, i.Threads, runtime.GOOS, runtime.GOARCH)
 	g.say("Unit tok/s better=higher")
 }
 
@@ -63,7 +64,7 @@ func (c *benchDecode) Run(ctx context.Context, g *globals) error {
 	if c.Batch < 1 || c.Prompt < 1 || c.New < 2 || c.Count < 1 {
 		return usage("e.g. --batch 64 --prompt 256 --new 128 --count 5", "batch %d, prompt %d, new %d, count %d: want batch, prompt and count >= 1 and new >= 2", c.Batch, c.Prompt, c.New, c.Count)
 	}
-	dev, m, err := g.openModel(c.Ckpt, false)
+	dev, m, err := g.openModel(c.Ckpt, c.options(g, false))
 	if err != nil {
 		return err
 	}
@@ -148,7 +149,7 @@ func (c *benchTrain) Run(ctx context.Context, g *globals) error {
 	if c.Rows < 1 || c.Length < 2 || c.Count < 1 || c.LoRA < 0 {
 		return usage("e.g. --rows 16 --length 512 --count 5", "rows %d, length %d, count %d, lora %d: want rows and count >= 1, length >= 2 and lora >= 0", c.Rows, c.Length, c.Count, c.LoRA)
 	}
-	dev, m, err := g.openModel(c.Ckpt, c.LoRA == 0)
+	dev, m, err := g.openModel(c.Ckpt, c.options(g, c.LoRA == 0))
 	if err != nil {
 		return err
 	}
@@ -156,7 +157,7 @@ func (c *benchTrain) Run(ctx context.Context, g *globals) error {
 	defer m.Close()
 	if c.LoRA > 0 {
 		l, _ := trainer.LoRAConfig{Rank: c.LoRA, Targets: []string{model.AllLinear}}.Adapter()
-		if err := m.Adapt(l, model.AdaptOptions{Train: true}); err != nil {
+		if err := m.Adapt(l, model.AdaptOptions{Train: true, Optim: c.options(g, true).Optim}); err != nil {
 			return err
 		}
 	}
@@ -243,7 +244,7 @@ func (c *benchStep) Run(ctx context.Context, g *globals) error {
 	if c.Groups < 1 || c.Attempts < 2 || c.Prompt < 2 || c.New < 1 || c.Count < 1 {
 		return usage("e.g. --groups 8 --attempts 8 --prompt 256 --new 128", "groups %d, attempts %d, prompt %d, new %d: want groups >= 1, attempts >= 2, prompt >= 2, new >= 1", c.Groups, c.Attempts, c.Prompt, c.New)
 	}
-	dev, m, err := g.openModel(c.Ckpt, true)
+	dev, m, err := g.openModel(c.Ckpt, c.options(g, true))
 	if err != nil {
 		return err
 	}
@@ -280,7 +281,7 @@ func (c *benchKernels) Run(ctx context.Context, g *globals) error {
 		return err
 	}
 	defer dev.Close()
-	benchFlags{}.header(g, dev)
+	benchFlags{storageFlag: storageFlag{DType: "float32"}}.header(g, dev)
 	g.say("Unit GFLOP/s better=higher")
 	out := map[string]any{"bench": "kernels", "threads": dev.Info().Threads}
 	for _, s := range [][3]int64{{8192, 128, 384}, {64, 128, 384}, {1024, 1024, 1024}} {

@@ -41,7 +41,7 @@ func (c *convertCmd) Run(_ context.Context, g *globals) error {
 	if err := model.CheckEmptyDir(c.Out); err != nil {
 		return exitError{code: exitUsage, err: err}
 	}
-	dev, m, err := g.openAdapted(c.Ckpt, c.Adapter)
+	dev, m, err := g.openAdapted(c.Ckpt, c.Adapter, model.LoadOptions{}) // in float32, which holds every bit
 	if err != nil {
 		return err
 	}

@@ -80,7 +80,7 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 		if derr != nil {
 			return "FAIL", derr.Error(), hintOf(derr)
 		}
-		return "OK", fmt.Sprintf("%s, ABI %d, %s, %d threads", dev.Info().Name, abiVersion(), dev.Info().Build, dev.Info().Threads), ""
+		return "OK", fmt.Sprintf("%s in %v, ABI %d, %s, %d threads", dev.Info().Name, cfg.DType(), abiVersion(), dev.Info().Build, dev.Info().Threads), ""
 	})
 	if derr == nil {
 		defer dev.Close()
@@ -276,7 +276,7 @@ type turnFacts struct {
 }
 
 func checkModel(cfg trainer.Config, dev *kernels.Device) (turns *turnFacts, status, fact, hint string) {
-	m, err := loadModel(cfg.Model.Path, dev, false)
+	m, err := loadStored(cfg.Model.Path, dev, toRun(cfg))
 	if err != nil {
 		return nil, "FAIL", err.Error(), advice(err)
 	}

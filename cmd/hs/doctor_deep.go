@@ -19,7 +19,7 @@ const tapeBound = 1e-3
 // checkTape compares log-probs and every gradient of the shipped tiny model, through planner and executor, with gorgonia's TapeMachine.
 func checkTape(dev *kernels.Device) (string, string, string) {
 	const hint = "do not train with this build; run hs doctor --parity model/testdata/reference/edges"
-	m, err := loadModel("", dev, true)
+	m, err := loadStored("", dev, model.LoadOptions{Train: true})
 	if err != nil {
 		return "FAIL", err.Error(), advice(err)
 	}
@@ -88,7 +88,7 @@ func checkSums(dir string) (string, string, string) {
 
 // checkGap samples from ten random prompts and recomputes the log-probs with the trainer's forward pass.
 func checkGap(ctx context.Context, cfg trainer.Config, dev *kernels.Device) (string, string, string) {
-	m, err := loadModel(cfg.Model.Path, dev, true)
+	m, err := loadStored(cfg.Model.Path, dev, toRun(cfg))
 	if err != nil {
 		return "SKIP", "no sampler without a checkpoint, see D08", ""
 	}

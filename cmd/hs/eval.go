@@ -67,7 +67,7 @@ func (c *evalCmd) Run(ctx context.Context, g *globals) error {
 		rec = &sealFile{path: c.Out + ".unsealed.jsonl"}
 	}
 	load := func(s *session) (*model.Model, error) {
-		return loadAdapted(cfg.Model.Path, c.Adapter, s.dev, cfg.Recipe())
+		return loadAdapted(cfg.Model.Path, c.Adapter, s.dev, toRun(cfg))
 	}
 	s, err := g.open(cfg, false, g.logger(), load)
 	if err != nil {

@@ -21,6 +21,7 @@ import (
 
 // generateCmd samples one continuation: hs generate.
 type generateCmd struct {
+	storageFlag
 	Ckpt        string   `type:"path" help:"Hugging Face directory; default the shipped tiny checkpoint."`
 	Adapter     string   `type:"path" help:"LoRA adapter, a PEFT directory; its base is --ckpt, or what the adapter names." placeholder:"DIR"`
 	Prompt      string   `xor:"input" required:"" help:"Prompt, the text of a user turn." placeholder:"TEXT"`
@@ -59,7 +60,7 @@ func (c *generateCmd) Run(ctx context.Context, g *globals) error {
 	if err != nil {
 		return err
 	}
-	dev, m, err := g.openAdapted(c.Ckpt, c.Adapter)
+	dev, m, err := g.openAdapted(c.Ckpt, c.Adapter, c.options(g, false))
 	if err != nil {
 		return err
 	}

@@ -34,7 +34,7 @@ func TestRecipeRun(t *testing.T) {
 	}
 	for _, c := range []struct{ set, want string }{
 		{"optim.states=bf16", "optim.states is bf16, the checkpoint was made with 8bit"}, {"optim.master=fp32", "optim.master is fp32, the checkpoint was made with hilo"},
-		{"optim.states=int8", `optim.states = "int8"`}, {"optim.master=bf16", "allowed fp32 | hilo"},
+		{"optim.states=int8", `optim.states = "int8"`}, {"optim.master=bf16", "allowed auto | fp32 | hilo"},
 	} {
 		if code, _, e := train("--run", "a", "--resume", "--set", c.set); code == 0 || !strings.Contains(e, c.want) {
 			t.Errorf("resume with %s: exit code %d, no %q in %s", c.set, code, c.want, e)

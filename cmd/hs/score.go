@@ -17,6 +17,7 @@ import (
 
 // scoreCmd prints log-probabilities of given tokens: hs score.
 type scoreCmd struct {
+	storageFlag
 	Ckpt    string `type:"path" help:"Hugging Face directory; default the shipped tiny checkpoint."`
 	Adapter string `type:"path" help:"LoRA adapter, a PEFT directory; its base is --ckpt, or what the adapter names." placeholder:"DIR"`
 	IDs     string `name:"ids" xor:"input" required:"" type:"path" help:"JSON file with an array of token ids." placeholder:"FILE"`
@@ -46,7 +47,7 @@ func (c *scoreCmd) Run(ctx context.Context, g *globals) error {
 	if err != nil {
 		return err
 	}
-	dev, m, err := g.openAdapted(c.Ckpt, c.Adapter)
+	dev, m, err := g.openAdapted(c.Ckpt, c.Adapter, c.options(g, false))
 	if err != nil {
 		return err
 	}

@@ -19,7 +19,7 @@ func tiny(t *testing.T) *model.Model {
 	dev, err := kernels.Open("cpu", kernels.Options{})
 	must(t, err)
 	t.Cleanup(func() { dev.Close() })
-	m, err := loadModel("", dev, false)
+	m, err := loadStored("", dev, model.LoadOptions{})
 	must(t, err)
 	t.Cleanup(m.Close)
 	return m

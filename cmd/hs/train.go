@@ -159,7 +159,11 @@ func (c *trainCmd) configuration(g *globals) (*trainer.Resolved, error) {
 	if c.Name != "" {
 		f.Set = append(f.Set, fmt.Sprintf("run.name=%q", c.Name))
 	}
-	return f.load(g)
+	res, err := f.load(g)
+	if err == nil {
+		res.Config = res.Config.Fixed()
+	}
+	return res, err
 }
 
 // reopen takes over an existing run at a valid checkpoint.

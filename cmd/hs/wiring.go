@@ -54,17 +54,28 @@ func (g *globals) device(name string, threads int, gemm string) (*kernels.Device
 	if name == "auto" || name == "" {
 		name = "cpu" // this build has no GPU driver layer; hs doctor says so
 	}
-	return kernels.Open(name, kernels.Options{Threads: threads, Gemm: gemm})
+	return kernels.Open(name, kernels.Options{Threads: threads, Gemm: gemm, LibDir: os.Getenv("HS_LIB_DIR")})
+}
+
+// storageFlag chooses the type that a model computes in, for commands without a configuration.
+type storageFlag struct {
+	DType string `name:"dtype" default:"auto" enum:"auto,float32,bfloat16" help:"Type of weights, activations and caches: float32, bfloat16, or auto = float32 on the CPU, bfloat16 on cuda and emu."`
+}
+
+// options are how a model is loaded for a device; weights to train in bfloat16 keep their lower halves.
+func (f storageFlag) options(g *globals, train bool) model.LoadOptions {
+	dt := trainer.StorageOf(f.DType, g.Device)
+	return model.LoadOptions{DType: dt, Train: train, Optim: model.Recipe{HiLo: train && dt == kernels.BF16}}
 }
 
 // openModel loads a checkpoint directory, or the shipped tiny checkpoint for "".
-func (g *globals) openModel(dir string, train bool) (*kernels.Device, *model.Model, error) {
-	return g.openWith(func(dev *kernels.Device) (*model.Model, error) { return loadModel(dir, dev, train) })
+func (g *globals) openModel(dir string, o model.LoadOptions) (*kernels.Device, *model.Model, error) {
+	return g.openWith(func(dev *kernels.Device) (*model.Model, error) { return loadStored(dir, dev, o) })
 }
 
 // openAdapted loads a checkpoint with an adapter, "" = none, for commands that run the merged weights.
-func (g *globals) openAdapted(dir, adapter string) (*kernels.Device, *model.Model, error) {
-	return g.openWith(func(dev *kernels.Device) (*model.Model, error) { return loadAdapted(dir, adapter, dev, model.Recipe{}) })
+func (g *globals) openAdapted(dir, adapter string, o model.LoadOptions) (*kernels.Device, *model.Model, error) {
+	return g.openWith(func(dev *kernels.Device) (*model.Model, error) { return loadAdapted(dir, adapter, dev, o) })
 }
 
 func (g *globals) openWith(load func(*kernels.Device) (*model.Model, error)) (*kernels.Device, *model.Model, error) {
@@ -79,18 +90,14 @@ func (g *globals) openWith(load func(*kernels.Device) (*model.Model, error)) (*k
 	return dev, m, nil
 }
 
-// loadModel loads a checkpoint directory, "" = the shipped one, in float32. For an adapter directory it loads the base that the adapter names.
-func loadModel(dir string, dev *kernels.Device, train bool) (*model.Model, error) {
-	return loadStored(dir, dev, model.LoadOptions{Train: train})
-}
-
-// loadStored is loadModel with weights and moments stored as o says.
+// loadStored loads a checkpoint directory, "" = the shipped one, with weights and moments stored as o says. For an adapter directory it loads
+// the base that the adapter names.
 func loadStored(dir string, dev *kernels.Device, o model.LoadOptions) (*model.Model, error) {
 	if dir != "" && model.IsAdapter(dir) {
 		if o.Train {
 			return nil, &trainer.Error{Op: "load model", Err: fmt.Errorf("%s is a LoRA adapter, training starts from a whole checkpoint", dir), Hint: "hs convert --ckpt " + dir + " --dtype f32 --out DIR"}
 		}
-		return loadAdapted("", dir, dev, o.Optim)
+		return loadAdapted("", dir, dev, o)
 	}
 	if dir != "" {
 		return model.Load(dir, dev, o)
@@ -102,11 +109,11 @@ func loadStored(dir string, dev *kernels.Device, o model.LoadOptions) (*model.Mo
 	return model.LoadFS(fsys, dev, o)
 }
 
-// loadAdapted loads a checkpoint with an adapter, the weights that were trained stored as r says. With "" for the checkpoint it is the one
-// that the adapter names.
-func loadAdapted(dir, adapter string, dev *kernels.Device, r model.Recipe) (*model.Model, error) {
+// loadAdapted loads a checkpoint with an adapter to run, not to train: the weights that were trained are stored as o.Optim says, and those
+// beside an adapter in o.DType. With "" for the checkpoint it is the one that the adapter names.
+func loadAdapted(dir, adapter string, dev *kernels.Device, o model.LoadOptions) (*model.Model, error) {
 	if adapter == "" {
-		return loadStored(dir, dev, model.LoadOptions{Optim: r})
+		return loadStored(dir, dev, o)
 	}
 	if dir == "" {
 		info, err := model.ReadAdapterInfo(adapter)
@@ -120,11 +127,11 @@ func loadAdapted(dir, adapter string, dev *kernels.Device, r model.Recipe) (*mod
 	if dir != "" && model.IsAdapter(dir) {
 		return nil, &trainer.Error{Op: "load " + adapter, Err: fmt.Errorf("its base %s is an adapter itself", dir), Hint: "merge that one first: hs convert --ckpt " + dir + " --dtype f32 --out DIR"}
 	}
-	m, err := loadModel(dir, dev, false)
+	m, err := loadStored(dir, dev, model.LoadOptions{DType: o.DType})
 	if err != nil {
 		return nil, err
 	}
-	if err := m.LoadAdapter(adapter, model.AdaptOptions{Path: dir, Optim: r}); err != nil {
+	if err := m.LoadAdapter(adapter, model.AdaptOptions{Path: dir, Optim: o.Optim}); err != nil {
 		m.Close()
 		return nil, err
 	}
@@ -172,7 +179,7 @@ func (g *globals) open(cfg trainer.Config, train bool, log *slog.Logger, load fu
 			if train {
 				return s.policy("")
 			}
-			return loadStored(cfg.Model.Path, s.dev, model.LoadOptions{Optim: cfg.Recipe()})
+			return loadStored(cfg.Model.Path, s.dev, toRun(cfg))
 		}
 	}
 	if s.model, err = load(s); err != nil {
@@ -180,6 +187,11 @@ func (g *globals) open(cfg trainer.Config, train bool, log *slog.Logger, load fu
 	}
 	s.deps, err = trainer.Assemble(cfg, s.model, s.env, s.pool, trainer.AssembleOptions{Train: train, Log: log})
 	return s, err
+}
+
+// toRun are the options of a policy that is not trained: it computes what training computes.
+func toRun(cfg trainer.Config) model.LoadOptions {
+	return model.LoadOptions{DType: cfg.DType(), Optim: cfg.Recipe()}
 }
 
 // policy loads the weights to train, fresh or from the model folder of a checkpoint.
@@ -215,7 +227,7 @@ func (s *session) describe() string {
 	if a := s.model.Adapter; a != nil {
 		low = fmt.Sprintf(", LoRA rank %d on %s: %d of its own", a.LoRA.Rank, strings.Join(a.LoRA.Targets, " "), s.model.NumTrainable())
 	}
-	return fmt.Sprintf("model %s (%d parameters%s) · device %s, %d threads (%s) · %s, %s back-end", name, s.model.Config.NumParams(), low, i.Name, i.Threads, i.Build, e.Label, e.Backend)
+	return fmt.Sprintf("model %s (%d parameters%s) · device %s in %v, %d threads (%s) · %s, %s back-end", name, s.model.Config.NumParams(), low, i.Name, s.model.Params.DType, i.Threads, i.Build, e.Label, e.Backend)
 }
 
 // environments by name; later ones plug in here.
