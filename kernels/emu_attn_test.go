@@ -32,8 +32,8 @@ func TestAttnShapes(t *testing.T) {
 	}
 }
 
-// span is n rows of sequence seq from position `from` on.
-func span(seq, from, n int) (s, p []int32) {
+// seqSpan is n rows of sequence seq from position `from` on.
+func seqSpan(seq, from, n int) (s, p []int32) {
 	for i := range n {
 		s, p = append(s, int32(seq)), append(p, int32(from+i))
 	}
@@ -74,7 +74,7 @@ func TestAttnCanonical(t *testing.T) {
 					rows := path(f, s)
 					for at := 0; at < len(rows); {
 						n := min(1+g.IntN(100), len(rows)-at)
-						seq, pos := span(s, at, n)
+						seq, pos := seqSpan(s, at, n)
 						part := rows[at : at+n]
 						p.write(r, seq, pos, split(k, h.nkv*h.hd, part), split(v, h.nkv*h.hd, part))
 						same(t, fmt.Sprintf("sequence %d, rows %d..%d", s, at, at+n-1), p.attend(r, seq, pos, split(q, w, part)), split(want, w, part))
@@ -116,7 +116,7 @@ func TestAttnSplits(t *testing.T) {
 		var all []int
 		for s := 1; s < f.NumSeg; s++ {
 			rows := path(f, s)
-			seq, pos := span(s, 0, len(rows))
+			seq, pos := seqSpan(s, 0, len(rows))
 			p.write(r, seq, pos, split(k, h.hd, rows), split(v, h.hd, rows))
 			if s == 1 {
 				same(t, "prefill", p.attend(r, seq, pos, split(q, w, rows)), split(want, w, rows))
