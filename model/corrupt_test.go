@@ -227,6 +227,9 @@ func corruptions() []corruption {
 		{"tokenizer token without id", put(tokenizerFile, string(byteTokenizer(json.RawMessage(`[{"content":"<x>"}]`)))), []string{tokenizerFile, "added_tokens[0] has no id"}},
 		{"tokenizer huge id", put(tokenizerFile, string(byteTokenizer(json.RawMessage(`[{"id":2147483647,"content":"<x>"}]`)))), []string{tokenizerFile, "2147483647"}},
 		{"tokenizer larger than the model", put(tokenizerFile, string(byteTokenizer(json.RawMessage(`[{"id":300,"content":"<x>","normalized":false}]`)))), []string{"301 tokens", "vocab_size is 300"}},
+		{"tokenizer_config token without content", inDir(func(dir string) error {
+			return os.WriteFile(filepath.Join(dir, tokenizerConfigFile), []byte(`{"added_tokens_decoder":{"256":{"special":true}}}`), 0o644)
+		}), []string{"no id or no content"}},
 		{"tokenizer without a byte", change(tokenizerFile, func(b []byte) []byte { return bytes.Replace(b, []byte(`"a":`), []byte(`"aa":`), 1) }), []string{tokenizerFile, "byte 0x61"}},
 	}
 }
