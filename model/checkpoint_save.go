@@ -287,12 +287,14 @@ func (p *Params) source(e Entry, name, dtype string, check bool) source {
 		held := fileDType(p.DType.Wide())
 		v := make([]float32, min(e.Len, savePiece))
 		out := make([]byte, dtypeBytes(dtype)*len(v))
+		var masters []byte
 		for at := int64(0); at < e.Len; at += savePiece {
 			n := min(savePiece, e.Len-at)
-			b, err := p.masters(e, at, n)
-			if err != nil {
+			var err error
+			if masters, err = p.masters(masters, e, at, n); err != nil {
 				return err
 			}
+			b := masters
 			if check || held != dtype {
 				if err := DecodeFloat32(v[:n], held, b); err != nil {
 					return err

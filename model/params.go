@@ -265,9 +265,10 @@ func (p *Params) SetState(kind StateKind, b []byte) error {
 // sha256 hashes the master weights in table order, in DType.Wide.
 func (p *Params) sha256() (string, error) {
 	h := sha256.New()
+	var b []byte
 	for _, at := range p.extents(loadPiece) {
-		b, err := p.masters(p.entries[at.entry], at.at, at.n)
-		if err != nil {
+		var err error
+		if b, err = p.masters(b, p.entries[at.entry], at.at, at.n); err != nil {
 			return "", err
 		}
 		h.Write(b)

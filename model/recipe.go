@@ -158,36 +158,34 @@ func (p *Params) uploadSplit(s *kernels.Stream, e Entry, at int64, v []float32) 
 }
 
 // masters downloads n master weights of a tensor, from element at on, as bytes of DType.Wide: split ones joined, or widened where the lower
-// halves are not kept.
-func (p *Params) masters(e Entry, at, n int64) ([]byte, error) {
-	b := make([]byte, p.bytes(Weights, e, n))
+// halves are not kept. The result lies in buf when that has room for it and for 2 bytes more per element, so that a loop over pieces hands
+// the last result in again.
+func (p *Params) masters(buf []byte, e Entry, at, n int64) ([]byte, error) {
+	wide := n * int64(p.DType.Wide().Size())
+	buf = slices.Grow(buf[:0], int(wide+2*n))[:wide+2*n]
+	out, lo := buf[:wide], buf[wide:]
+	b := out[wide-p.bytes(Weights, e, n):] // narrow ones at the end, so that they can be widened in place
 	p.stream.Download(b, p.at(Weights, e, at))
-	var lo []byte
-	if p.split(e) && p.Has(WeightsLo) {
-		lo = make([]byte, 2*n)
+	joined := p.split(e) && p.Has(WeightsLo)
+	if joined {
 		p.stream.Download(lo, p.at(WeightsLo, e, at))
 	}
 	if err := p.stream.Sync(); err != nil {
 		return nil, fmt.Errorf("read weights %q: %w", e.Name, err)
 	}
 	if p.storage(Weights, e) == kernels.BF16 {
-		b = widen(b)
+		for i := range n {
+			out[4*i], out[4*i+1], out[4*i+2], out[4*i+3] = 0, 0, b[2*i], b[2*i+1]
+		}
 	}
-	le := binary.LittleEndian
-	for i := 0; i < len(lo); i += 2 {
-		x := kernels.JoinF32(uint16(le.Uint32(b[2*i:])>>16), int16(le.Uint16(lo[i:])))
-		le.PutUint32(b[2*i:], math.Float32bits(x))
+	if joined {
+		le := binary.LittleEndian
+		for i := range n {
+			x := kernels.JoinF32(uint16(le.Uint32(out[4*i:])>>16), int16(le.Uint16(lo[2*i:])))
+			le.PutUint32(out[4*i:], math.Float32bits(x))
+		}
 	}
-	return b, nil
-}
-
-// widen gives bfloat16 bytes as float32 bytes.
-func widen(b []byte) []byte {
-	out := make([]byte, 2*len(b))
-	for i := 0; i < len(b); i += 2 {
-		out[2*i+2], out[2*i+3] = b[i], b[i+1]
-	}
-	return out
+	return out, nil
 }
 
 // Master downloads the weights that the optimiser updates, row-major: those of ReadF32, joined with their lower halves where they are split.
@@ -196,7 +194,7 @@ func (p *Params) Master(name string) ([]float32, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read masters: %w", err)
 	}
-	b, err := p.masters(e, 0, e.Len)
+	b, err := p.masters(nil, e, 0, e.Len)
 	if err != nil {
 		return nil, err
 	}
