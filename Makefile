@@ -89,7 +89,7 @@ cuda-check: build/libhs_cuda.so ## registers, spills, stack and tensor-core inst
 GPU_ENV := CGO_CFLAGS="-O2 -g -DHS_CU_COMPAT=1 -I$(CURDIR)/kernels/cuda/compat -I$(abspath $(CUDA_HOME))/include" \
            CGO_LDFLAGS="-O2 -g -L$(CURDIR)/build/gpu"
 
-gpu: build/gpu/libcuda.a ## build/hs with the driver layer for NVIDIA GPUs (tag gpu; CUDA headers from CUDA_HOME or make cuda-toolchain)
+gpu: build/gpu/libcuda.a ## the program with the driver layer for NVIDIA GPUs (tag gpu; CUDA headers from CUDA_HOME or make cuda-toolchain)
 	@test -f $(CUDA_HOME)/include/cuda.h || { echo "no $(CUDA_HOME)/include/cuda.h. Type: make cuda-toolchain, or set CUDA_HOME=DIR"; exit 1; }
 	@mkdir -p build
 	$(GPU_ENV) go build -tags gpu -trimpath -ldflags '$(LDFLAGS)' -o $(HS) ./cmd/hs

@@ -13,7 +13,8 @@ grep -E '^(ok|FAIL|---|\?|panic)\s' "$log" | grep -vE '^--- (PASS|SKIP)' || true
 count() { grep -cE "^\s*--- $1" "$log" || true; }
 if [ "$(count SKIP)" != 0 ]; then
   echo; echo "skipped:"
-  awk '/^ *--- SKIP/ {r=prev; sub(/^ +[^ ]+: /, "", r); printf "  %s: %s\n", $3, r} {prev=$0}' "$log"
+  awk '/^=== (RUN|NAME|CONT)/ {test=$3} /^ +[^ ]+\.go:[0-9]+: / {r=$0; sub(/^ +[^ ]+: /, "", r); said[test]=r}
+       /^ *--- SKIP/ {printf "  %s: %s\n", $3, said[$3]}' "$log"
 fi
 echo
 echo "$(count PASS) passed, $(count FAIL) failed, $(count SKIP) skipped"
