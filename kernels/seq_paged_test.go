@@ -82,12 +82,6 @@ func TestAttnPagedBits(t *testing.T) {
 	g := rand.New(rand.NewPCG(17, 3))
 	const n, others = 150, 3
 	k, v, q := randn(g, n*h.nkv*h.hd, 1), randn(g, n*h.nkv*h.hd, 1), randn(g, n*h.nh*h.hd, 1)
-	span := func(seq, from, to int) (s, p []int32) {
-		for i := from; i < to; i++ {
-			s, p = append(s, int32(seq)), append(p, int32(i))
-		}
-		return
-	}
 	var wantBlock, wantStep []float64
 	for i, threads := range []int{1, 1, 2, 3} {
 		r := newRig(t, F32, Options{Threads: threads})
