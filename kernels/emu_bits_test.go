@@ -4,9 +4,67 @@ package kernels
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 )
+
+// TestAdamWDeviceBits: every storage form of weights and moments holds the bits of the cpu table after three steps, whole and in pieces,
+// with gradients down to 1e-8 of the largest and a block of zeros. The odd length leaves a part of a block and unaligned addresses.
+func TestAdamWDeviceBits(t *testing.T) {
+	const n = 9*StateBlock + 37
+	o := AdamWArgs{LR: 1e-3, Beta1: 0.9, Beta2: 0.98, Eps: 1e-8, Decay: 0.1, GradScale: 0.7, Seed: 0x123456789abcdef}
+	run := func(r *rig, weights int, s State, cuts ...int) []byte {
+		defer r.close()
+		a := newAdam(r, weights, s, r.round(randn(rand.New(rand.NewPCG(3, 3)), n, 0.1)), o)
+		g, grad := newGradients(2, n), r.raw(4*n)
+		for step := 1; step <= 3; step++ {
+			x := g.next()
+			clear(x[3*StateBlock : 4*StateBlock])
+			r.upload(grad, x)
+			a.step(step, grad, cuts...)
+		}
+		return a.stored()
+	}
+	for s, name := range stateNames {
+		for weights, form := range []string{"plain", "hilo", "bf16hilo"} {
+			t.Run(name+"/"+form, func(t *testing.T) {
+				want := run(newRig(t, F32, Options{Threads: 1}), weights, s)
+				for _, order := range fiberOrders() {
+					if !slices.Equal(run(emuRig(t, F32, order), weights, s), want) {
+						t.Errorf("fiber order %s: other bits than the cpu table", order)
+					}
+				}
+				if !slices.Equal(run(emuRig(t, F32, "forward"), weights, s, StateBlock, 5*StateBlock), want) {
+					t.Error("in pieces: other bits")
+				}
+			})
+		}
+	}
+}
+
+// TestSumSqDeviceBits: the lanes of a block and the chain of blocks are those of the cpu table.
+func TestSumSqDeviceBits(t *testing.T) {
+	sum := func(r *rig, x []float64) uint64 {
+		out := r.raw(8)
+		r.run(OpSumSq, &SumSqArgs{N: int64(len(x)), X: r.put(x), Out: out})
+		got := make([]float64, 1)
+		r.st.DownloadF64(got, out)
+		if err := r.st.Sync(); err != nil {
+			t.Fatal(err)
+		}
+		r.free()
+		return math.Float64bits(got[0])
+	}
+	cpu, emu := newRig(t, F32, Options{Threads: 2}), emuRig(t, F32, "random:3")
+	for i, n := range []int{1, 7, 8, 4095, 4096, 4097, 5 * 4096, 70*4096 + 13, 1050 * 4096} { // the last one fills a stage of the chain
+		x := randn(rand.New(rand.NewPCG(12, uint64(i))), n, 1)
+		if want, got := sum(cpu, x), sum(emu, x); got != want {
+			t.Errorf("%d elements: %v, on the cpu %v", n, math.Float64frombits(got), math.Float64frombits(want))
+		}
+	}
+}
 
 // TestScatterDeviceBits: embed_bwd and gather_bwd add in the order of the cpu table, however the equal rows lie.
 func TestScatterDeviceBits(t *testing.T) {

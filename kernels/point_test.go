@@ -288,6 +288,7 @@ func slotCopy(t *testing.T, r *rig, bytes int) {
 
 func TestAdamW(t *testing.T) {
 	eachRig(t, func(t *testing.T, r *rig) {
+		r.dt = r.wide() // bf16 weights are split: TestAdamWDeviceBits
 		g := rand.New(rand.NewPCG(8, 1))
 		for _, n := range []int{1, 17, 40000} {
 			w, m, v := r.round(randn(g, n, 1)), make([]float64, n), make([]float64, n)
