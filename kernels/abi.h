@@ -172,6 +172,8 @@ typedef struct {
 // Order: temperature, min_p, top_k, top_p (at least one token kept). u = Philox4x32-10(key.lo 64-bit key, counter {ctr, key.hi}) mapped to (0,1).
 // out: token[B] int32, logp[B] f32: log-prob under softmax(z/temperature) over vocab_valid, WITHOUT the truncations (what the trainer recomputes;
 // temperature 0 reports at temperature 1), entropy[B] f32 (0 = not wanted).
+// A row without a distribution (NaN, plus infinity, or nothing but minus infinity): the cpu table fails; a device writes token -1, logp and
+// entropy NaN, and the caller looks.
 typedef struct { uint64_t key_lo, key_hi, ctr; float temperature, top_p, min_p; int32_t top_k; } hs_sample_row;
 typedef struct { int32_t dtype; uint32_t flags; int64_t B, V, vocab_valid; const void* logits; const hs_sample_row* rows; int32_t* token; void *logp, *entropy; void *ws; int64_t ws_bytes; } hs_sample_args;
 

@@ -89,3 +89,69 @@ func TestScatterDeviceBits(t *testing.T) {
 		}
 	}
 }
+
+// truncations are the kinds of sampling; a test adds temperature, key and counter.
+func truncations() []SampleRow {
+	return []SampleRow{
+		{TopP: 1}, {TopP: 1, TopK: 1}, {TopP: 1, TopK: 7}, {TopP: 1, TopK: 300}, {TopP: 0.5}, {TopP: 0.95}, {TopP: 0.9999}, {TopP: 1e-6},
+		{TopP: 1, MinP: 0.02}, {TopP: 1, MinP: 1}, {TopP: 0.8, TopK: 40, MinP: 0.001}, {TopP: 0.3, TopK: 9},
+	}
+}
+
+// TestSampleDeviceBits: tokens, log-probs and entropies of the cpu table, for every kind of truncation, on logits of three kinds: spread
+// (weights far below 2^-28 of the mass), close together, and with many ties and minus infinities.
+func TestSampleDeviceBits(t *testing.T) {
+	if !slices.Contains(levels(), "avx512") {
+		t.Skip("the kernels sum in the order of AVX-512, which this CPU lacks; on one that has it: go test ./kernels -run TestSampleDeviceBits")
+	}
+	g := rand.New(rand.NewPCG(14, 1))
+	draws, ids := 0, map[int32]bool{}
+	for _, c := range []struct{ V, valid, rows int }{{1, 1, 24}, {19, 17, 2400}, {700, 700, 3600}, {5003, 5000, 720}, {33100, 33001, 108}} {
+		cpu, emu := newRig(t, F32, Options{Threads: 2, SIMD: "avx512"}), emuRig(t, F32, "random:5")
+		z, rows := []float64{}, []SampleRow{}
+		for i := range c.rows {
+			row := truncations()[i/3%len(truncations())]
+			row.KeyLo, row.KeyHi, row.Ctr, row.Temperature = g.Uint64(), g.Uint64(), g.Uint64(), []float32{1, 0.7, 1.3, 0}[g.IntN(4)]
+			one := randn(g, c.V, []float64{12, 1, 2}[i%3])
+			for j := range one {
+				if i%3 == 2 {
+					one[j] = math.Round(one[j]*2) / 2
+				}
+				if i%3 == 2 && j%5 == 1 {
+					one[j] = math.Inf(-1)
+				}
+			}
+			z, rows = append(z, one...), append(rows, row)
+		}
+		wt, wl, we := cpu.sample(c.V, c.valid, z, rows)
+		gt, gl, ge := emu.sample(c.V, c.valid, z, rows)
+		for i := range rows {
+			draws++
+			ids[wt[i]] = true
+			if gt[i] != wt[i] {
+				t.Errorf("%d of %d ids, row %d %+v: token %d, on the cpu %d", c.valid, c.V, i, rows[i], gt[i], wt[i])
+			}
+		}
+		same(t, fmt.Sprint(c.valid, " ids: log-prob"), gl, wl)
+		same(t, fmt.Sprint(c.valid, " ids: entropy"), ge, we)
+		cpu.close()
+		emu.close()
+	}
+	t.Logf("%d draws, %d different tokens", draws, len(ids))
+}
+
+// TestSampleNotFinite: a row with a NaN or plus infinity, or with nothing but minus infinity, has no token; its neighbours do.
+func TestSampleNotFinite(t *testing.T) {
+	nan, inf := math.NaN(), math.Inf(1)
+	z := []float64{0, 1, 2, 0, nan, 1, inf, 0, 0, -inf, -inf, -inf, 3, -inf, 1}
+	eachEmu(t, func(t *testing.T, r *rig) {
+		for _, row := range []SampleRow{{TopP: 1, Temperature: 1}, {TopP: 0.5, TopK: 2, Temperature: 1}, {TopP: 1}} {
+			tok, logp, _ := r.sample(3, 3, z, slices.Repeat([]SampleRow{row}, 5))
+			for i, k := range tok {
+				if bad := i >= 1 && i <= 3; bad != (k == -1) || bad != math.IsNaN(logp[i]) {
+					t.Errorf("%+v, row %d: token %d with log-prob %v", row, i, k, logp[i])
+				}
+			}
+		}
+	})
+}

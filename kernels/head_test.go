@@ -106,12 +106,12 @@ func TestLMHead(t *testing.T) {
 
 func (r *rig) sample(V, valid int, z []float64, rows []SampleRow) (tok []int32, logp, ent []float64) {
 	n := len(rows)
-	p, tp, lp, en := r.raw(n*int(SampleRowBytes)), r.raw(4*n), r.out(n), r.out(n)
+	p, tp, lp, en := r.raw(n*int(SampleRowBytes)), r.raw(4*n), r.out32(n), r.out32(n)
 	r.st.UploadSampleRows(p, rows)
-	r.run(OpSample, &SampleArgs{B: int64(n), V: int64(V), VocabValid: int64(valid), Logits: r.put(z), Rows: p, Token: tp, LogP: lp, Entropy: en})
+	r.run(OpSample, &SampleArgs{B: int64(n), V: int64(V), VocabValid: int64(valid), Logits: r.put32(z), Rows: p, Token: tp, LogP: lp, Entropy: en})
 	tok = make([]int32, n)
 	r.st.DownloadI32(tok, tp)
-	return tok, r.get(lp, n), r.get(en, n)
+	return tok, r.get32(lp, n), r.get32(en, n)
 }
 
 // TestHeadBits: sampler and trainer report the same bits for the same hidden row, alone, in a batch and with any number of threads.
@@ -211,8 +211,10 @@ func TestSampleTruncation(t *testing.T) {
 			{"wide", spread, SampleRow{Temperature: 0.9, TopP: 0.6, TopK: 50}},
 			{"one id", []float64{-3}, SampleRow{Temperature: 1, TopP: 0.5, TopK: 1}},
 		} {
-			const draws = 4000
-			n := len(c.z)
+			n, draws := len(c.z), 4000
+			if r.dev.Info().Name == "emu" {
+				draws = 250 // each is a block of fibers
+			}
 			rows := make([]SampleRow, draws)
 			for i := range rows {
 				rows[i] = c.row
@@ -238,7 +240,7 @@ func TestSampleTruncation(t *testing.T) {
 				}
 			}
 			for k := range keep {
-				if math.Exp(lp[k])/mass > 0.01 && seen[k] == 0 {
+				if math.Exp(lp[k])/mass > 40/float64(draws) && seen[k] == 0 {
 					t.Errorf("%s: never drew %d", c.name, k)
 				}
 			}
