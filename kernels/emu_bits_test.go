@@ -155,3 +155,47 @@ func TestSampleNotFinite(t *testing.T) {
 		}
 	})
 }
+
+// TestHeadDeviceBits: trainer and sampler report the same bits for the same hidden row, whatever the wave it falls into, and the gradient of
+// a hidden row does not depend on the wave either. Targets share rows across the ends of waves.
+func TestHeadDeviceBits(t *testing.T) {
+	const T, D, V, valid = 37, 48, 333, 321
+	eachEmu(t, func(t *testing.T, r *rig) {
+		g := rand.New(rand.NewPCG(15, 3))
+		x, w := r.round(randn(g, T*D, 1)), r.round(randn(g, V*D, 0.3))
+		z := r.out32(T * V)
+		r.run(OpGemm, &GemmArgs{Flags: TransB | CF32, M: T, N: V, K: D, A: r.put(x), LDA: D, B: r.put(w), LDB: D, C: z, LDC: V})
+		rows := make([]SampleRow, T)
+		for i := range rows {
+			rows[i] = SampleRow{KeyLo: 11, Ctr: uint64(i), Temperature: 0.8, TopP: 1}
+			if i%2 == 1 {
+				rows[i].TopK, rows[i].TopP, rows[i].MinP = 40, 0.9, 0.01
+			}
+		}
+		tok, logp, ent := r.sample(V, valid, r.get32(z, T*V), rows)
+		h := headIn{T: T, D: D, V: V, valid: valid, temp: float64(float32(0.8))}
+		var wantLP, wantEnt []float64
+		for i := range T {
+			for range 1 + i%3 {
+				h.row, h.target = append(h.row, int32(i)), append(h.target, tok[i])
+				wantLP, wantEnt = append(wantLP, logp[i]), append(wantEnt, ent[i])
+			}
+		}
+		n := len(h.row)
+		d, e, dx := randn(g, n, 1), randn(g, n, 1), r.round(randn(g, T*D, 1))
+		var want []float64
+		for _, chunk := range []int{1, 5, 20, 1000} {
+			h.chunk = chunk
+			lp, en, lse := r.lmhead(h, x, w)
+			same(t, fmt.Sprint("log-prob of trainer and sampler, chunk ", chunk), lp, wantLP)
+			same(t, fmt.Sprint("entropy of trainer and sampler, chunk ", chunk), en, wantEnt)
+			got, _ := r.lmheadBwd(h, x, w, lse, en, d, e, dx, make([]float64, V*D))
+			if want == nil {
+				want = got
+			}
+			same(t, fmt.Sprint("dx, chunk ", chunk), got, want)
+			got, _ = r.lmheadBwd(h, x, w, lse, en, d, e, dx, nil)
+			same(t, fmt.Sprint("dx with frozen weights, chunk ", chunk), got, want)
+		}
+	})
+}

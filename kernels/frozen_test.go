@@ -27,7 +27,7 @@ func TestFrozenWeights(t *testing.T) {
 		dq, dkk, dvv, dbeta, dg := in(T*nk*dk), in(T*nk*dk), in(T*nv*dv), in32(T*nv), in32(T*nv)
 		qg, kin, wq, wk, daq, dak := in(T*nh*2*hd), in(T*nkv*hd), in(hd), in(hd), in(T*nh*hd), in(T*nkv*hd)
 		row, target, wh := r.ints([]int32{0, 4, 4, 20}), r.ints([]int32{1, 0, 16, 3}), in(V*D)
-		lse, ent, dlogp := in(4), in(4), in(4)
+		lse, ent, dlogp := in32(4), in32(4), in32(4)
 		pos := make([]int32, T)
 		for i := range pos {
 			pos[i] = int32(i)
