@@ -10,11 +10,12 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"harness-s/kernels"
 )
 
-// emuDevice opens the emulated CUDA device, or skips the test when its library is missing.
+// emuDevice opens the emulated CUDA device, or skips the test when its library is missing, older than a kernel or lacks one.
 func emuDevice(t testing.TB) *kernels.Device {
 	t.Helper()
 	dir := os.Getenv("HS_LIB_DIR")
@@ -27,6 +28,21 @@ func emuDevice(t testing.TB) *kernels.Device {
 	}
 	check(t, err)
 	t.Cleanup(func() { check(t, d.Close()) })
+	built := must[os.FileInfo](t)(os.Stat(filepath.Join(dir, "libhs_emu.so")))
+	for _, pattern := range []string{"abi.h", "cuda/*.cu", "cuda/*.cuh", "emu/*.cpp", "emu/*.h"} {
+		for _, f := range must[[]string](t)(filepath.Glob("../kernels/" + pattern)) {
+			if must[os.FileInfo](t)(os.Stat(f)).ModTime().After(built.ModTime()) {
+				t.Skipf("libhs_emu.so is older than %s: make emu", f)
+			}
+		}
+	}
+	for op := range kernels.OpSumSq + 1 {
+		st, args := d.NewStream(), [512]byte{} // no op does anything with these: most refuse them
+		if st.Run(op, unsafe.Pointer(&args)); errors.Is(st.Err(), kernels.ErrUnsupported) {
+			t.Skipf("libhs_emu.so: %v: make emu", st.Err())
+		}
+		st.Close()
+	}
 	return d
 }
 
