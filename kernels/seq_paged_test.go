@@ -86,13 +86,13 @@ func TestAttnPagedBits(t *testing.T) {
 	for i, threads := range []int{1, 1, 2, 3} {
 		r := newRig(t, F32, Options{Threads: threads})
 		c := newPaged(g, h, 16, 12, others+1)
-		s, p := span(others, 0, n)
+		s, p := seqSpan(others, 0, n)
 		c.write(r, s, p, k, v)
 		var seq, pos []int32
 		var qs []float64
 		if i > 0 { // other sequences around it
 			for o := range others {
-				os, op := span(o, 0, n-40*o)
+				os, op := seqSpan(o, 0, n-40*o)
 				c.write(r, os, op, randn(g, len(os)*h.nkv*h.hd, 1), randn(g, len(os)*h.nkv*h.hd, 1))
 				seq, pos, qs = append(seq, os...), append(pos, op...), append(qs, randn(g, len(os)*h.nh*h.hd, 1)...)
 			}
