@@ -184,7 +184,8 @@ extern "C" hs_status hs_op_adamw(cudaStream_t s, const hs_adamw_args* a) {
   const adamw_consts c = {(float)a->beta1, (float)a->beta2, (float)(1 - a->beta1), (float)(1 - a->beta2), (float)(1 / (1 - pow(a->beta1, (double)a->step))),
                           (float)(1 / (1 - pow(a->beta2, (double)a->step))), (float)a->lr, (float)a->eps, (float)a->decay, (float)a->grad_scale};
   const bool packs = (((uintptr_t)a->w | (uintptr_t)a->lo | (uintptr_t)a->m | (uintptr_t)a->v | (uintptr_t)a->grad) & 15) == 0;
-  const adamw_args k = {c, a->n, (uint64_t)a->first, (uint64_t)a->step, a->seed, a->w, a->m, a->v, (int16_t*)a->lo, (float*)a->ms, (float*)a->vs, (const float*)a->grad, packs};
+  const adamw_args k = {c, a->n, (uint64_t)a->first, (uint64_t)a->step, a->seed, a->w, a->m, a->v, (int16_t*)a->lo,
+                        (float*)a->ms, (float*)a->vs, (const float*)a->grad, packs};
   if (!a->lo) return adamw_states<W_PLAIN>(s, a->states, k);
   return a->dtype == HS_F32 ? adamw_states<W_WIDE>(s, a->states, k) : adamw_states<W_HALF>(s, a->states, k);
 }
