@@ -29,7 +29,7 @@ func needEmu(t testing.TB, lib string) {
 	} else if err != nil {
 		t.Fatal(err)
 	}
-	for _, pattern := range []string{"abi.h", "cuda/*.cu", "cuda/*.cuh", "emu/*.cpp", "emu/*.h"} {
+	for _, pattern := range []string{"abi.h", "optim_math.h", "cuda/*.cu", "cuda/*.cuh", "emu/*.cpp", "emu/*.h"} {
 		files, err := filepath.Glob(pattern)
 		if err != nil {
 			t.Fatal(err)
