@@ -340,6 +340,9 @@ func (r *Runner) collect(batch []piece, x *passIndex, out []Sampled) {
 	i := 0
 	for _, p := range batch {
 		if p.sample {
+			if tokens[i] < 0 { // abi.h: the logits have no distribution
+				r.st.Fail(fmt.Errorf("sample work %d: logits are not finite: %w", p.work, ErrNonFinite))
+			}
 			out[p.work] = Sampled{Token: tokens[i], LogProb: vals[i], Entropy: vals[n+i]}
 			i++
 		}
