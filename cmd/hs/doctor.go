@@ -80,6 +80,9 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 		if derr != nil {
 			return "FAIL", derr.Error(), hintOf(derr)
 		}
+		if !dev.Stores(cfg.DType()) {
+			return "FAIL", fmt.Sprintf("%s does not compute in %v, which model.dtype = %q asks for", dev.Info().Name, cfg.DType(), cfg.Model.DType), "--device emu or cuda:N, or --set model.dtype=auto"
+		}
 		return "OK", fmt.Sprintf("%s in %v, ABI %d, %s, %d threads", dev.Info().Name, cfg.DType(), abiVersion(), dev.Info().Build, dev.Info().Threads), ""
 	})
 	if derr == nil {

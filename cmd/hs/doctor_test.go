@@ -91,6 +91,9 @@ func TestDoctorChecks(t *testing.T) {
 	if f := checks(exitNotReady, "--ckpt", t.TempDir())["D08"]; f.Status != "FAIL" || !strings.Contains(f.Fact, "config.json") {
 		t.Errorf("missing checkpoint: %+v", f)
 	}
+	if f := checks(exitNotReady, "--device", "cpu", "--set", "model.dtype=bfloat16")["D04"]; f.Status != "FAIL" || !strings.Contains(f.Fact, "does not compute in bf16") {
+		t.Errorf("bfloat16 on the CPU: %+v", f)
+	}
 	if f := checks(exitNotReady, "--device", "cuda:0")["D04"]; f.Status != "FAIL" || !strings.Contains(f.Fact, "cuda:0") {
 		t.Errorf("no GPU: %+v", f)
 	}
