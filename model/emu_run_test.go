@@ -347,4 +347,43 @@ func TestEmuAdapter(t *testing.T) {
 	if must[string](t)(m.WeightsSHA256()) == learnt {
 		t.Error("a step leaves the merged weights")
 	}
+	dir := filepath.Join(t.TempDir(), "adapter")
+	check(t, m.SaveAdapter(dir, SaveAdapterOptions{}))
+	again := nearModel(t, m.Dev, emuConfig(), LoadOptions{DType: kernels.BF16})
+	check(t, again.LoadAdapter(dir, AdaptOptions{Train: true, Optim: hilo}))
+	if must[string](t)(again.WeightsSHA256()) != must[string](t)(m.WeightsSHA256()) || !slices.Equal(must[[]byte](t)(again.Adapter.Params.State(WeightsLo)), must[[]byte](t)(m.Adapter.Params.State(WeightsLo))) {
+		t.Error("a saved adapter loads as another one")
+	}
+	base := must[*Model](t)(NewRandom(emuConfig(), m.Dev, 8, LoadOptions{DType: kernels.BF16}))
+	t.Cleanup(base.Close)
+	if err := base.LoadAdapter(dir, AdaptOptions{}); err == nil || !strings.Contains(err.Error(), "stands beside base weights") {
+		t.Errorf("beside another base: %v", err)
+	}
+}
+
+// TestEmuFootprint: the memory planner's bytes for bfloat16 beside the CPU are those that the ledger shows, but for workspaces, which are the
+// table's own.
+func TestEmuFootprint(t *testing.T) {
+	dev, cfg, o := emuDevice(t), emuConfig(), RunnerOptions{MaxSeqs: 3, MaxTokens: 500, PageSize: 7, MaxRows: 63}
+	m := must[*Model](t)(NewRandom(cfg, dev, 7, LoadOptions{DType: kernels.BF16, Train: true, Optim: hilo}))
+	defer m.Close()
+	r := must[*Runner](t)(NewRunner(m, o))
+	defer r.Close()
+	newExec(t, m, ExecOptions{MaxRows: 130, Recompute: true})
+	pl := must[*MemoryPlanner](t)(NewMemoryPlanner(cfg))
+	defer pl.Close()
+	f := must[*Footprint](t)(pl.Footprint(Layout{DType: kernels.BF16, Train: true, Recipe: hilo, Runner: o, Context: 100, Exec: ExecOptions{MaxRows: 130, Recompute: true}}))
+	got := ledgerOf(dev)
+	for label, lines := range map[string][]string{
+		"weights": {LineWeights}, "weights_lo": {LineLow}, "grads": {LineGrads}, "activations": {LineActs}, "batch": {LineBatch},
+		"kv cache and recurrent state": {LineKV, LineRecurrent, LineConv}, "sampler activations": {LineSampler, LineLogits}, "sample rows": {LineSampleRows},
+	} {
+		var want int64
+		for _, l := range lines {
+			want += f.Bytes(l)
+		}
+		if got[label] != want || want == 0 {
+			t.Errorf("%s: %d bytes are allocated, the plan says %d", label, got[label], want)
+		}
+	}
 }
