@@ -1,5 +1,6 @@
 // gemm.cu - C[M,N] = op(A) op(B) (+ C): bf16 on tensor cores (mma.sync m16n8k16, f32 accumulators), f32 on CUDA cores.
-// An element is one chain over K from zero, 16 at a time (bf16) or one at a time (f32); C is added last. So its bits depend on its row
+// An element is one chain over K from zero, 16 at a time (bf16: one instruction, f32: the sum of 16 products in order, which keeps the
+// rounding error near that of blocked sums); C is added last. So its bits depend on its row
 // of A, its column of B and K alone: not on M, N, transposition or the tile it falls into. The K tail is padded with zeros.
 #include "gemm.cuh"
 
@@ -152,14 +153,19 @@ gemm_f32_kernel(int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, co
       sb[k][n] = n0 + n < N && k0 + k < K ? b[TB ? (n0 + n) * ldb + k0 + k : (k0 + k) * ldb + n0 + n] : 0.0f;
     }
     __syncthreads();
+    float part[TM][4];
+    for (int i = 0; i < TM; i++)
+      for (int j = 0; j < 4; j++) part[i][j] = 0;
 #pragma unroll
     for (int k = 0; k < f32_k; k++) {
       const pack<float, 4> y = load_pack<float, 4>(&sb[k][4 * tx]);
       for (int i = 0; i < TM; i++) {
         const float x = sa[k][TM * ty + i];
-        for (int j = 0; j < 4; j++) acc[i][j] += x * y.v[j];
+        for (int j = 0; j < 4; j++) part[i][j] += x * y.v[j];
       }
     }
+    for (int i = 0; i < TM; i++)
+      for (int j = 0; j < 4; j++) acc[i][j] += part[i][j];
     __syncthreads();
   }
   for (int i = 0; i < TM; i++)
