@@ -19,7 +19,7 @@
 #define HS_ABI_H
 #include <stdint.h>
 
-#define HS_ABI_VERSION 2
+#define HS_ABI_VERSION 3
 
 typedef enum { HS_OK = 0, HS_ERR_ARG = 1, HS_ERR_DTYPE = 2, HS_ERR_WORKSPACE = 3, HS_ERR_DEVICE = 4, HS_ERR_UNSUPPORTED = 5 } hs_status;
 typedef enum { HS_F32 = 0, HS_F64 = 1, HS_BF16 = 2, HS_I32 = 3 } hs_dtype;
@@ -49,6 +49,7 @@ typedef struct {
 #define HS_TRANS_B 4u
 #define HS_BETA1 8u      // gemm: C += instead of C =
 #define HS_C_F32 16u     // gemm with dtype BF16: C is f32 (weight gradients, logits); A and B stay bf16
+#define HS_TRUNCATED 32u // lmhead_sample: a row has top_k, top_p or min_p, so that logits must be stored
 
 // y[T,D] = W[ids]. d_w[V,D] acc += dy scattered (fixed order).
 typedef struct { int32_t dtype; uint32_t flags; int64_t T, D, V; const int32_t* ids; const void* w; void* y; void *ws; int64_t ws_bytes; } hs_embed_args;
@@ -168,14 +169,21 @@ typedef struct {
   const void *x, *w, *lse, *entropy, *dlogp, *dent; void *dx, *dw; void *ws; int64_t ws_bytes;
 } hs_lmhead_bwd_args;
 
-// Sampling from logits[B,V]. Per row: key (two u64 words), counter; temperature 0 = argmax (lowest id on ties); top_k 0, top_p 1, min_p 0 = off.
-// Order: temperature, min_p, top_k, top_p (at least one token kept). u = Philox4x32-10(key.lo 64-bit key, counter {ctr, key.hi}) mapped to (0,1).
+// Sampling from logits[B,V]. Per row: key (two u64 words), counter < 2^32; temperature 0 = argmax (lowest id on ties); top_k 0, top_p 1,
+// min_p 0 = off. Order: temperature, min_p, top_k, top_p (at least one token kept). The token is the kept id v with the largest
+// z_v/temperature - ln(-ln(1 - x_v)) (lowest id on ties): Gumbel-max, a draw from the softmax over the kept ids (gpu.md 6.8). x_v is word v%4 of
+// Philox4x32-10(key.lo, counter {ctr, v/4, key.hi}), mapped to (0,1) (optim_math.h), so the noise of an id depends on the row's key and counter alone.
 // out: token[B] int32, logp[B] f32: log-prob under softmax(z/temperature) over vocab_valid, WITHOUT the truncations (what the trainer recomputes;
 // temperature 0 reports at temperature 1), entropy[B] f32 (0 = not wanted).
 // A row without a distribution (NaN, plus infinity, or nothing but minus infinity): the cpu table fails; a device writes token -1, logp and
 // entropy NaN, and the caller looks.
 typedef struct { uint64_t key_lo, key_hi, ctr; float temperature, top_p, min_p; int32_t top_k; } hs_sample_row;
 typedef struct { int32_t dtype; uint32_t flags; int64_t B, V, vocab_valid; const void* logits; const hs_sample_row* rows; int32_t* token; void *logp, *entropy; void *ws; int64_t ws_bytes; } hs_sample_args;
+// The LM head and the draw in one: sample of the logits x[B,D] w[V,D]^T, which a device stores only with HS_TRUNCATED. Without that flag a row that
+// has a truncation gets token -1. logp and entropy are the bits of lmhead for the same row and target.
+typedef struct {
+  int32_t dtype; uint32_t flags; int64_t B, D, V, vocab_valid; const void *x, *w; const hs_sample_row* rows; int32_t* token; void *logp, *entropy; void *ws; int64_t ws_bytes;
+} hs_lmhead_sample_args;
 
 // AdamW, decoupled decay: g = grad*grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; w -= lr*( m^/(sqrt(v^)+eps) + decay*w ). step >= 1.
 // Weights: lo = 0: w is the master, of type dtype (F32, F64). lo != 0: the master is a float32 split as hi = nearest bfloat16 (ties away from
@@ -197,7 +205,7 @@ typedef enum {
   HS_OP_EMBED, HS_OP_EMBED_BWD, HS_OP_RMSNORM, HS_OP_RMSNORM_BWD, HS_OP_GATEDNORM, HS_OP_GATEDNORM_BWD, HS_OP_GEMM, HS_OP_COPY, HS_OP_ADD,
   HS_OP_CONVGATE, HS_OP_CONVGATE_BWD, HS_OP_GDN, HS_OP_GDN_BWD, HS_OP_CONVGATE_STEP, HS_OP_GDN_STEP, HS_OP_ATTNPREP, HS_OP_ATTNPREP_BWD,
   HS_OP_ATTN, HS_OP_ATTN_BWD, HS_OP_GATE, HS_OP_GATE_BWD, HS_OP_KV_WRITE, HS_OP_ATTN_PAGED, HS_OP_SLOT_COPY, HS_OP_SWIGLU, HS_OP_SWIGLU_BWD,
-  HS_OP_GATHER, HS_OP_GATHER_BWD, HS_OP_LMHEAD, HS_OP_LMHEAD_BWD, HS_OP_SAMPLE, HS_OP_ADAMW, HS_OP_SUMSQ, HS_NUM_OPS
+  HS_OP_GATHER, HS_OP_GATHER_BWD, HS_OP_LMHEAD, HS_OP_LMHEAD_BWD, HS_OP_SAMPLE, HS_OP_ADAMW, HS_OP_SUMSQ, HS_OP_LMHEAD_SAMPLE, HS_NUM_OPS
 } hs_op;
 
 typedef struct hs_stream hs_stream;   // opaque; the CPU's runs every op before returning

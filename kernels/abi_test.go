@@ -608,6 +608,24 @@ func TestABILayout(t *testing.T) {
 		facts = append(facts, fact{"SumSqArgs.WS", unsafe.Offsetof(x.WS)})
 		facts = append(facts, fact{"SumSqArgs.WSBytes", unsafe.Offsetof(x.WSBytes)})
 	}
+	{
+		var x LMHeadSampleArgs
+		facts = append(facts, fact{"LMHeadSampleArgs", unsafe.Sizeof(x)})
+		facts = append(facts, fact{"LMHeadSampleArgs.DType", unsafe.Offsetof(x.DType)})
+		facts = append(facts, fact{"LMHeadSampleArgs.Flags", unsafe.Offsetof(x.Flags)})
+		facts = append(facts, fact{"LMHeadSampleArgs.B", unsafe.Offsetof(x.B)})
+		facts = append(facts, fact{"LMHeadSampleArgs.D", unsafe.Offsetof(x.D)})
+		facts = append(facts, fact{"LMHeadSampleArgs.V", unsafe.Offsetof(x.V)})
+		facts = append(facts, fact{"LMHeadSampleArgs.VocabValid", unsafe.Offsetof(x.VocabValid)})
+		facts = append(facts, fact{"LMHeadSampleArgs.X", unsafe.Offsetof(x.X)})
+		facts = append(facts, fact{"LMHeadSampleArgs.W", unsafe.Offsetof(x.W)})
+		facts = append(facts, fact{"LMHeadSampleArgs.Rows", unsafe.Offsetof(x.Rows)})
+		facts = append(facts, fact{"LMHeadSampleArgs.Token", unsafe.Offsetof(x.Token)})
+		facts = append(facts, fact{"LMHeadSampleArgs.LogP", unsafe.Offsetof(x.LogP)})
+		facts = append(facts, fact{"LMHeadSampleArgs.Entropy", unsafe.Offsetof(x.Entropy)})
+		facts = append(facts, fact{"LMHeadSampleArgs.WS", unsafe.Offsetof(x.WS)})
+		facts = append(facts, fact{"LMHeadSampleArgs.WSBytes", unsafe.Offsetof(x.WSBytes)})
+	}
 	for i, f := range facts {
 		if got := layoutFact(i); got != int64(f.go_) {
 			t.Errorf("%s: Go %d, C %d", f.name, f.go_, got)

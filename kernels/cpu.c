@@ -305,12 +305,14 @@ void hs_philox(uint32_t key0, uint32_t key1, const uint32_t ctr[4], uint32_t out
   hs_philox4x32(key0, key1, &out[0], &out[1], &out[2], &out[3]);
 }
 
-// Uniform in (0,1): 52 bits of the first two words, centred in their cell.
-HS_INLINE double philox_uniform(const hs_sample_row* r) {
-  const uint32_t ctr[4] = {(uint32_t)r->ctr, (uint32_t)(r->ctr >> 32), (uint32_t)r->key_hi, (uint32_t)(r->key_hi >> 32)};
-  uint32_t w[4];
-  hs_philox((uint32_t)r->key_lo, (uint32_t)(r->key_lo >> 32), ctr, w);
-  return ((double)(((uint64_t)w[1] << 32 | w[0]) >> 12) + 0.5) * 0x1p-52;
+// Uniforms of the 64 ids from `first` on, a multiple of 64 (abi.h, sampling).
+static __attribute__((unused)) void sample_units(float x[64], const hs_sample_row* r, int64_t first) {
+  uint32_t a[16], b[16], c[16], d[16];
+  for (int j = 0; j < 16; j++) {
+    a[j] = (uint32_t)r->ctr, b[j] = (uint32_t)(first / 4) + (uint32_t)j, c[j] = (uint32_t)r->key_hi, d[j] = (uint32_t)(r->key_hi >> 32);
+    hs_philox4x32((uint32_t)r->key_lo, (uint32_t)(r->key_lo >> 32), a + j, b + j, c + j, d + j);
+  }
+  for (int j = 0; j < 16; j++) x[4 * j] = hs_unit(a[j]), x[4 * j + 1] = hs_unit(b[j]), x[4 * j + 2] = hs_unit(c[j]), x[4 * j + 3] = hs_unit(d[j]);
 }
 
 #define HS_BODY "cpu_head_body.h"
@@ -319,7 +321,7 @@ HS_INLINE double philox_uniform(const hs_sample_row* r) {
 #define POINT_OPS(X) \
   X(embed, embed) X(embed_bwd, embed_bwd) X(rmsnorm, rmsnorm) X(rmsnorm_bwd, rmsnorm_bwd) X(gatednorm, gatednorm) \
   X(gatednorm_bwd, gatednorm_bwd) X(vec_copy, vec) X(vec_add, vec) X(swiglu, swiglu) X(swiglu_bwd, swiglu_bwd) X(gather, gather) \
-  X(gather_bwd, gather) X(lmhead, lmhead) X(lmhead_bwd, lmhead_bwd) X(sample, sample) X(sumsq, sumsq)
+  X(gather_bwd, gather) X(lmhead, lmhead) X(lmhead_bwd, lmhead_bwd) X(sample, sample) X(lmhead_sample, lmhead_sample) X(sumsq, sumsq)
 
 #define X(op, args) \
   static hs_status run_##op(const void* p) { \
@@ -357,6 +359,10 @@ static int64_t ws_lmhead_bwd(const void* p) {
   const hs_lmhead_bwd_args* a = p;
   return a->N > 0 && a->D > 0 && a->V > 0 && a->chunk > 0 ? head_ws(a->N, a->D, a->vocab_valid, a->chunk, a->dtype, 2) : 0;
 }
+static int64_t ws_lmhead_sample(const void* p) {
+  const hs_lmhead_sample_args* a = p;
+  return a->B > 0 && a->V > 0 ? hs_align(a->B * a->V * hs_sizeof(a->dtype)) : 0;
+}
 static int64_t ws_sumsq(const void* p) {
   const hs_sumsq_args* a = p;
   return a->n > 0 ? HS_CEIL(a->n, SUMSQ_BLOCK) * (int64_t)sizeof(double) : 0;
@@ -383,6 +389,7 @@ static const struct {
   [HS_OP_GATHER_BWD] = {"gather_bwd", run_gather_bwd, 0}, [HS_OP_LMHEAD] = {"lmhead", run_lmhead, ws_lmhead},
   [HS_OP_LMHEAD_BWD] = {"lmhead_bwd", run_lmhead_bwd, ws_lmhead_bwd}, [HS_OP_SAMPLE] = {"sample", run_sample, 0},
   [HS_OP_ADAMW] = {"adamw", run_adamw, 0}, [HS_OP_SUMSQ] = {"sumsq", run_sumsq, ws_sumsq},
+  [HS_OP_LMHEAD_SAMPLE] = {"lmhead_sample", run_lmhead_sample, ws_lmhead_sample},
 };
 
 // ---- table ----

@@ -264,74 +264,52 @@ static void FN(bound)(const real* z, int64_t n, real invt, real max, FN(keep)* k
   k->left[which] = want < 1 ? 1 : want > (double)ties ? ties : (int64_t)want;
 }
 
-static int32_t FN(draw)(const real* z, int64_t n, real invt, real max, FN(keep) k, double u) {
-  FN(scan) s = {0};
-  FN(sample_scan)(z, n, invt, max, k, &s);
-  const double stop = u * s.total;
-  double cum = 0;
-  int32_t last = 0;
-  real e[SAMPLE_BLOCK], d[SAMPLE_BLOCK];
-  for (int64_t b = 0; b < n; b += SAMPLE_BLOCK) {
-    int64_t m = HS_MIN(SAMPLE_BLOCK, n - b);
+// -ln(1 - x): the waiting time of an exponential race, exact to a few ulp down to the smallest x.
+HS_INLINE VR FN(race)(VR x) {
+#if HS_REAL == 64
+  return (VR){-log1p(-x[0]), -log1p(-x[1])};
+#else
+  VR y = vset1(1.0f) - x;                              // as vlog, with f = -x where 1 - x would round
+  VI i = (VI)y - 0x3f3504f3;
+  VI e = i >> 23;
+  VR f = vsel(e == 0, -x, (VR)((VI)y - (e << 23)) - vset1(1.0f));
+  VR ef = __builtin_convertvector(e, VR);
+  VR s = f / (f + vset1(2.0f));
+  VR z = s * s;
+  VR h = vset1(0.5f) * f * f;
+  VR p = vset1(2.0f / 9);
+  p = vfma(p, z, vset1(2.0f / 7));
+  p = vfma(p, z, vset1(2.0f / 5));
+  p = vfma(p, z, vset1(2.0f / 3));
+  p = p * z;
+  VR q = h - (s * (h + p) + ef * vset1(1.42860677e-6f));
+  return -(ef * vset1(0.693145752f) - (q - f));
+#endif
+}
+
+// The id with the largest z*invt - ln(race), of those that k keeps (0 = all).
+static int32_t FN(draw)(const real* z, int64_t n, real invt, real max, FN(keep)* k, const hs_sample_row* r) {
+  const VR tv = vset1(invt), ninf = vset1(-INFINITY);
+  real best = -INFINITY;
+  int32_t tok = 0;
+  for (int64_t b = 0; b < n; b += 64) {
+    const int64_t m = HS_MIN(64, n - b);
+    float x[64];
+    real u[64], score[64];
+    sample_units(x, r, b);
+    for (int i = 0; i < 64; i++) u[i] = x[i];
+    VR top = ninf;
     for (int64_t i = 0; i < m; i += VW) {
-      VR x = vloadn(z + b + i, m - i) * vset1(invt) - vset1(max);
-      vstoren(d + i, x, m - i);
-      vstoren(e + i, vexp(x), m - i);
+      VR s = vloadn(z + b + i, m - i) * tv - vlog(FN(race)(vload(u + i)));
+      if (m - i < VW) s = vsel(FN(lanes_below)(m - i), s, ninf);
+      vstore(score + i, s);
+      top = vmax(s, top);
     }
-    for (int64_t i = 0; i < m; i++) {
-      if (!FN(kept)(&k, z[b + i], d[i]) || !(e[i] > 0)) continue;
-      cum += e[i];
-      last = (int32_t)(b + i);
-      if (cum > stop) return last;
-    }
+    if (!k && vhmax(top) <= best) continue;
+    for (int64_t i = 0; i < m; i++)
+      if ((!k || FN(kept)(k, z[b + i], z[b + i] * invt - max)) && score[i] > best) best = score[i], tok = (int32_t)(b + i);
   }
-  return last;
-}
-
-#define DRAW_BLOCK 128    // ids per partial sum, a multiple of every VW
-#define DRAW_BLOCKS 256   // partial sums kept; with more ids than that, a block is several times as long
-
-// Weights exp(z*invt - max) of m <= DRAW_BLOCK ids; returns their sum.
-HS_INLINE double FN(draw_weights)(real* e, const real* z, int64_t m, real invt, real max) {
-  VR s = vzero();
-  for (int64_t i = 0; i < m; i += VW) {
-    VR x = vexp(vloadn(z + i, m - i) * vset1(invt) - vset1(max));
-    if (m - i < VW) x = (VR)((VI)x & FN(lanes_below)(m - i));
-    vstore(e + i, x);
-    s = s + x;
-  }
-  return (double)vsum(s);
-}
-// The draw without truncation: sums of blocks, then the ids of the block that u falls into.
-static int32_t FN(draw_all)(const real* z, int64_t n, real invt, real max, double u) {
-  real e[DRAW_BLOCK];
-  double sum[DRAW_BLOCKS], total = 0, cum = 0;
-  const int64_t len = HS_CEIL(HS_CEIL(n, DRAW_BLOCK), DRAW_BLOCKS) * DRAW_BLOCK, blocks = HS_CEIL(n, len);
-  for (int64_t b = 0; b < blocks; b++) {
-    sum[b] = 0;
-    for (int64_t i = b * len, end = HS_MIN(n, i + len); i < end; i += DRAW_BLOCK)
-      sum[b] += FN(draw_weights)(e, z + i, HS_MIN(DRAW_BLOCK, end - i), invt, max);
-    total += sum[b];
-  }
-  const double stop = u * total;
-  int32_t last = 0;
-  for (int64_t b = 0; b < blocks; b++) {
-    if (cum + sum[b] <= stop && b + 1 < blocks) {
-      cum += sum[b];
-      continue;
-    }
-    for (int64_t i = b * len, end = HS_MIN(n, i + len); i < end; i += DRAW_BLOCK) {
-      const int64_t m = HS_MIN(DRAW_BLOCK, end - i);
-      FN(draw_weights)(e, z + i, m, invt, max);
-      for (int64_t j = 0; j < m; j++) {
-        if (!(e[j] > 0)) continue;
-        cum += (double)e[j];
-        last = (int32_t)(i + j);
-        if (cum > stop) return last;
-      }
-    }
-  }
-  return last;
+  return tok;
 }
 
 typedef struct { const hs_sample_args* a; volatile int64_t bad; } FN(sample_ctx);
@@ -351,7 +329,7 @@ static void FN(sample_task)(void* c_, int64_t row, int worker) {
   }
   int32_t tok = 0;
   if (r->temperature > 0 && r->min_p == 0 && r->top_p >= 1 && (r->top_k == 0 || r->top_k >= n)) {
-    tok = FN(draw_all)(z, n, invt, s.max, philox_uniform(r));
+    tok = FN(draw)(z, n, invt, s.max, 0, r);
   } else if (r->temperature > 0) {
     FN(keep) k = {-INFINITY, {0, 0}, {n, n}};
     if (r->min_p > 0) k.dmin = rlog((real)r->min_p);
@@ -362,7 +340,7 @@ static void FN(sample_task)(void* c_, int64_t row, int worker) {
       FN(sample_scan)(z, n, invt, s.max, k, &all);
       FN(bound)(z, n, invt, s.max, &k, 1, r->top_p * all.total);
     }
-    tok = FN(draw)(z, n, invt, s.max, k, philox_uniform(r));
+    tok = FN(draw)(z, n, invt, s.max, &k, r);
   } else {
     for (int64_t i = 1; i < n; i++)
       if (z[i] > z[tok]) tok = (int32_t)i;
@@ -382,9 +360,19 @@ static hs_status FN(sample)(const hs_sample_args* a) {
     HS_NEED(r->top_p > 0, "row %lld: top_p %g, need > 0 (1 = off)", (long long)b, r->top_p);
     HS_NEED(r->min_p >= 0 && r->min_p <= 1, "row %lld: min_p %g, want 0..1", (long long)b, r->min_p);
     HS_NEED(r->top_k >= 0, "row %lld: top_k %d, need >= 0", (long long)b, r->top_k);
+    HS_NEED(r->ctr >> 32 == 0, "row %lld: ctr %llu, need < 2^32", (long long)b, (unsigned long long)r->ctr);
   }
   FN(sample_ctx) c = {a, 0};
   hs_parallel(a->B, FN(sample_task), &c);
   HS_NEED(!c.bad, "logits of row %lld hold NaN or infinity", (long long)c.bad - 1);
   return HS_OK;
+}
+
+static hs_status FN(lmhead_sample)(const hs_lmhead_sample_args* a) {
+  HS_NEED(a->B > 0 && a->D > 0 && a->V > 0, "B %lld, D %lld, V %lld: need all > 0", (long long)a->B, (long long)a->D, (long long)a->V);
+  HS_NEED(a->x && a->w, "x and w are required");
+  HS_NEED_WS(a, hs_align(a->B * a->V * (int64_t)sizeof(real)));
+  hs_pgemm(HS_TRANS_B, a->B, a->V, a->D, a->x, a->D, a->w, a->D, a->ws, a->V);
+  const hs_sample_args s = {a->dtype, 0, a->B, a->V, a->vocab_valid, a->ws, a->rows, a->token, a->logp, a->entropy, 0, 0};
+  return FN(sample)(&s);
 }

@@ -98,11 +98,11 @@ func truncations() []SampleRow {
 	}
 }
 
-// TestSampleDeviceBits: tokens, log-probs and entropies of the cpu table, for every kind of truncation, on logits of three kinds: spread
-// (weights far below 2^-28 of the mass), close together, and with many ties and minus infinities.
+// TestSampleDeviceBits: the tokens of the cpu table, for every kind of truncation, on logits of three kinds: spread (weights far below 2^-28 of
+// the mass), close together, and with many ties and minus infinities. Log-probs and entropies are summed in another order.
 func TestSampleDeviceBits(t *testing.T) {
 	if !slices.Contains(levels(), "avx512") {
-		t.Skip("the kernels sum in the order of AVX-512, which this CPU lacks; on one that has it: go test ./kernels -run TestSampleDeviceBits")
+		t.Skip("the kernels round as AVX-512 does, which this CPU lacks; on one that has it: go test ./kernels -run TestSampleDeviceBits")
 	}
 	g := rand.New(rand.NewPCG(14, 1))
 	draws, ids := 0, map[int32]bool{}
@@ -111,7 +111,7 @@ func TestSampleDeviceBits(t *testing.T) {
 		z, rows := []float64{}, []SampleRow{}
 		for i := range c.rows {
 			row := truncations()[i/3%len(truncations())]
-			row.KeyLo, row.KeyHi, row.Ctr, row.Temperature = g.Uint64(), g.Uint64(), g.Uint64(), []float32{1, 0.7, 1.3, 0}[g.IntN(4)]
+			row.KeyLo, row.KeyHi, row.Ctr, row.Temperature = g.Uint64(), g.Uint64(), uint64(g.Uint32()), []float32{1, 0.7, 1.3, 0}[g.IntN(4)]
 			one := randn(g, c.V, []float64{12, 1, 2}[i%3])
 			for j := range one {
 				if i%3 == 2 {
@@ -132,8 +132,8 @@ func TestSampleDeviceBits(t *testing.T) {
 				t.Errorf("%d of %d ids, row %d %+v: token %d, on the cpu %d", c.valid, c.V, i, rows[i], gt[i], wt[i])
 			}
 		}
-		same(t, fmt.Sprint(c.valid, " ids: log-prob"), gl, wl)
-		same(t, fmt.Sprint(c.valid, " ids: entropy"), ge, we)
+		near(t, fmt.Sprint(c.valid, " ids: log-prob"), gl, wl, 1e-6)
+		near(t, fmt.Sprint(c.valid, " ids: entropy"), ge, we, 1e-6)
 		cpu.close()
 		emu.close()
 	}
@@ -173,6 +173,14 @@ func TestHeadDeviceBits(t *testing.T) {
 			}
 		}
 		tok, logp, ent := r.sample(V, valid, r.get32(z, T*V), rows)
+		for _, n := range []int{1, 16, 17, T} { // the head and the draw in one, at every tile of the product
+			htok, hlogp, hent := r.lmheadSample(V, valid, D, x[:n*D], w, rows[:n], Truncated)
+			if !slices.Equal(htok, tok[:n]) {
+				t.Errorf("lmhead_sample of %d rows: tokens %v, of stored logits %v", n, htok, tok[:n])
+			}
+			same(t, fmt.Sprint("log-prob of lmhead_sample, rows ", n), hlogp, logp[:n])
+			same(t, fmt.Sprint("entropy of lmhead_sample, rows ", n), hent, ent[:n])
+		}
 		h := headIn{T: T, D: D, V: V, valid: valid, temp: float64(float32(0.8))}
 		var wantLP, wantEnt []float64
 		for i := range T {
@@ -196,6 +204,38 @@ func TestHeadDeviceBits(t *testing.T) {
 			same(t, fmt.Sprint("dx, chunk ", chunk), got, want)
 			got, _ = r.lmheadBwd(h, x, w, lse, en, d, e, dx, nil)
 			same(t, fmt.Sprint("dx with frozen weights, chunk ", chunk), got, want)
+		}
+	})
+}
+
+// TestHeadSampleUnstored: without truncation lmhead_sample stores no logits in bf16 and draws what sample draws from stored ones, in every tile
+// shape; a row that truncates all the same has no token.
+func TestHeadSampleUnstored(t *testing.T) {
+	eachEmu(t, func(t *testing.T, r *rig) {
+		g := rand.New(rand.NewPCG(16, 3))
+		for _, c := range []struct{ rows, D, V, valid int }{{1, 16, 1, 1}, {5, 40, 70, 64}, {16, 33, 65, 65}, {17, 64, 130, 129}, {130, 24, 200, 191}} {
+			x, w := r.round(randn(g, c.rows*c.D, 1)), r.round(randn(g, c.V*c.D, 0.3))
+			rows := make([]SampleRow, c.rows)
+			for i := range rows {
+				rows[i] = SampleRow{KeyLo: 5, KeyHi: uint64(i % 3), Ctr: uint64(i), Temperature: []float32{1, 0.6, 0}[i%3], TopP: 1, TopK: int32(c.valid)}
+			}
+			z := r.out32(c.rows * c.V)
+			r.run(OpGemm, &GemmArgs{Flags: TransB | CF32, M: int64(c.rows), N: int64(c.V), K: int64(c.D), A: r.put(x), LDA: int64(c.D), B: r.put(w), LDB: int64(c.D), C: z, LDC: int64(c.V)})
+			wt, wl, we := r.sample(c.V, c.valid, r.get32(z, c.rows*c.V), rows)
+			gt, gl, ge := r.lmheadSample(c.V, c.valid, c.D, x, w, rows, 0)
+			if !slices.Equal(gt, wt) {
+				t.Errorf("%+v: tokens %v, of stored logits %v", c, gt, wt)
+			}
+			same(t, fmt.Sprintf("%+v: log-prob", c), gl, wl)
+			same(t, fmt.Sprintf("%+v: entropy", c), ge, we)
+			if r.dt == BF16 && c.valid > 1 {
+				rows[0].TopK, rows[0].Temperature = 1, 1
+				gt, gl, _ = r.lmheadSample(c.V, c.valid, c.D, x, w, rows, 0)
+				if gt[0] != -1 || !math.IsNaN(gl[0]) || !slices.Equal(gt[1:], wt[1:]) {
+					t.Errorf("%+v: a row that truncates got %d with log-prob %v", c, gt[0], gl[0])
+				}
+			}
+			r.free()
 		}
 	})
 }

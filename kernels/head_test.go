@@ -122,6 +122,16 @@ func (r *rig) sample(V, valid int, z []float64, rows []SampleRow) (tok []int32, 
 	return tok, r.get32(lp, n), r.get32(en, n)
 }
 
+func (r *rig) lmheadSample(V, valid, D int, x, w []float64, rows []SampleRow, flags uint32) (tok []int32, logp, ent []float64) {
+	n := len(rows)
+	p, tp, lp, en := r.raw(n*int(SampleRowBytes)), r.raw(4*n), r.out32(n), r.out32(n)
+	r.st.UploadSampleRows(p, rows)
+	r.run(OpLMHeadSample, &LMHeadSampleArgs{Flags: flags, B: int64(n), D: int64(D), V: int64(V), VocabValid: int64(valid), X: r.put(x), W: r.put(w), Rows: p, Token: tp, LogP: lp, Entropy: en})
+	tok = make([]int32, n)
+	r.st.DownloadI32(tok, tp)
+	return tok, r.get32(lp, n), r.get32(en, n)
+}
+
 // TestHeadBits: sampler and trainer report the same bits for the same hidden row, alone, in a batch and with any number of threads.
 func TestHeadBits(t *testing.T) {
 	const T, D, V, valid = 70, 48, 333, 321
@@ -145,6 +155,12 @@ func TestHeadBits(t *testing.T) {
 		tlp, ten, lse := r.lmhead(h, x, w)
 		same(t, "trainer's log-prob", tlp, logp)
 		same(t, "trainer's entropy", ten, ent)
+		htok, hlogp, hent := r.lmheadSample(V, valid, D, x, w, rows, Truncated)
+		if !slices.Equal(htok, tok) {
+			t.Errorf("lmhead_sample draws %v, sample %v", htok, tok)
+		}
+		same(t, "log-prob of lmhead_sample", hlogp, logp)
+		same(t, "entropy of lmhead_sample", hent, ent)
 		for _, i := range []int{0, 7, T - 1} {
 			one, olp, _ := r.sample(V, valid, z[i*V:(i+1)*V], rows[i:i+1])
 			if one[0] != tok[i] {

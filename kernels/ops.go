@@ -12,11 +12,12 @@ import (
 
 // Flags of an op's argument struct.
 const (
-	AccDX  uint32 = 1 << iota // the (first) input gradient is added to instead of written
-	TransA                    // gemm: A is [K,M]
-	TransB                    // gemm: B is [N,K]
-	Beta1                     // gemm: C += instead of C =
-	CF32                      // gemm with BF16: C is float32
+	AccDX     uint32 = 1 << iota // the (first) input gradient is added to instead of written
+	TransA                       // gemm: A is [K,M]
+	TransB                       // gemm: B is [N,K]
+	Beta1                        // gemm: C += instead of C =
+	CF32                         // gemm with BF16: C is float32
+	Truncated                    // lmhead_sample: a row has TopK, TopP or MinP
 )
 
 // DType is the element type of an op or a buffer.
@@ -95,6 +96,7 @@ const (
 	OpSample
 	OpAdamW
 	OpSumSq
+	OpLMHeadSample
 	numOps
 )
 
@@ -133,6 +135,7 @@ func (o Op) String() string {
 		"sample",
 		"adamw",
 		"sumsq",
+		"lmhead_sample",
 	}
 	if o >= 0 && int(o) < len(names) {
 		return names[o]
@@ -411,18 +414,27 @@ type LMHeadBwdArgs struct {
 
 // SampleRow is how one row is sampled: Philox key and counter, temperature (0 = argmax), and truncations (TopP 1, MinP 0, TopK 0 = off).
 type SampleRow struct {
-	KeyLo, KeyHi, Ctr       uint64
+	KeyLo, KeyHi, Ctr       uint64 // Ctr < 2^32
 	Temperature, TopP, MinP float32
 	TopK                    int32
 }
 
-// SampleArgs: one token per row of logits [B,V]; Rows [B] SampleRow, Token int32, LogP and Entropy (0 = not wanted) real.
+// SampleArgs: one token per row of logits [B,V] by Gumbel-max (abi.h); Rows [B] SampleRow, Token int32, LogP and Entropy (0 = not wanted) real.
 type SampleArgs struct {
 	DType                                  DType
 	Flags                                  uint32
 	B, V, VocabValid                       int64
 	Logits, Rows, Token, LogP, Entropy, WS Ptr
 	WSBytes                                int64
+}
+
+// LMHeadSampleArgs: SampleArgs on the logits X[B,D] W[V,D]^T, which a device stores only with the flag Truncated.
+type LMHeadSampleArgs struct {
+	DType                                DType
+	Flags                                uint32
+	B, D, V, VocabValid                  int64
+	X, W, Rows, Token, LogP, Entropy, WS Ptr
+	WSBytes                              int64
 }
 
 // State is how the moments of AdamW are stored.
@@ -564,3 +576,6 @@ func (s *Stream) AdamW(a *AdamWArgs) { s.Run(OpAdamW, unsafe.Pointer(a)) }
 
 // SumSq runs OpSumSq: see SumSqArgs.
 func (s *Stream) SumSq(a *SumSqArgs) { s.Run(OpSumSq, unsafe.Pointer(a)) }
+
+// LMHeadSample runs OpLMHeadSample: see LMHeadSampleArgs.
+func (s *Stream) LMHeadSample(a *LMHeadSampleArgs) { s.Run(OpLMHeadSample, unsafe.Pointer(a)) }

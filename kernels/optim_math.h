@@ -48,6 +48,12 @@ HS_HD void hs_philox4x32(uint32_t k0, uint32_t k1, uint32_t* a, uint32_t* b, uin
   *a = x, *b = y, *c = z, *d = w;
 }
 
+// A random word as a float in (0,1), the centre of its cell of 2^-32; the largest are capped below 1.
+HS_HD float hs_unit(uint32_t w) {
+  const float x = (float)w * 0x1p-32f + 0x1p-33f;
+  return x < 0x1.fffffep-1f ? x : 0x1.fffffep-1f;
+}
+
 // The bits of element i of an arena at a step: rm rounds its first moment, rv its second.
 HS_HD void hs_optim_random(uint64_t seed, uint64_t i, uint64_t step, uint32_t* rm, uint32_t* rv) {
   uint32_t a = (uint32_t)i, b = (uint32_t)(i >> 32), c = (uint32_t)step, d = (uint32_t)(step >> 32);

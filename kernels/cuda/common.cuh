@@ -30,7 +30,7 @@ typedef __nv_bfloat16 bf16;
   X(gdn_bwd, gdn_bwd) X(convgate_step, convgate_step) X(gdn_step, gdn_step) X(attnprep, attnprep) X(attnprep_bwd, attnprep_bwd) \
   X(attn, attn) X(attn_bwd, attn_bwd) X(gate, gate) X(gate_bwd, gate_bwd) X(kv_write, kv_write) X(attn_paged, attn_paged) \
   X(slot_copy, slot_copy) X(swiglu, swiglu) X(swiglu_bwd, swiglu_bwd) X(gather, gather) X(gather_bwd, gather) X(lmhead, lmhead) \
-  X(lmhead_bwd, lmhead_bwd) X(sample, sample) X(adamw, adamw) X(sumsq, sumsq)
+  X(lmhead_bwd, lmhead_bwd) X(sample, sample) X(adamw, adamw) X(sumsq, sumsq) X(lmhead_sample, lmhead_sample)
 HS_OPS(HS_OP)
 #undef HS_OP
 

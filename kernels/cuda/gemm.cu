@@ -2,121 +2,32 @@
 // An element is one chain over K from zero, 16 at a time (bf16: one instruction, f32: the sum of 16 products in order, which keeps the
 // rounding error near that of blocked sums); C is added last. So its bits depend on its row
 // of A, its column of B and K alone: not on M, N, transposition or the tile it falls into. The K tail is padded with zeros.
-#include "gemm.cuh"
+#include "gemm_tile.cuh"
 
 // ---- bf16 ----
 
-static const int mma_k = 32, mma_stages = 3;   // K per tile, tiles in flight
-
-// A tile of R rows and W columns in shared memory; the pitch keeps ldmatrix free of bank conflicts.
-template <int R, int W> struct tile {
-  static const int pitch = W + 8, size = R * pitch;
-};
-
-// Starts loading rows r0.. and columns c0.. of g[rows, cols] (ld elements per row) into a tile, zero outside. chunks = rows of g start at
-// multiples of 16 bytes.
-template <int R, int W, int threads>
-static __device__ __forceinline__ void load_tile(bf16* dst, const bf16* g, int64_t ld, int64_t r0, int64_t rows, int64_t c0, int64_t cols, bool chunks) {
-#pragma unroll
-  for (int i = 0; i < R * W / 8; i += threads) {
-    const int at = i + (int)threadIdx.x, r = at / (W / 8), c = at % (W / 8) * 8;
-    if (R * W / 8 % threads && at >= R * W / 8) break;
-    const int64_t left = r0 + r < rows ? cols - (c0 + c) : 0;
-    const int n = left <= 0 ? 0 : left < 8 ? (int)left : 8;
-    const bf16* src = n ? g + (r0 + r) * ld + c0 + c : g;
-    bf16* to = dst + r * tile<R, W>::pitch + c;
-    if (chunks) cp_async16(to, src, 2 * n);
-    else {
-      pack<bf16, 8> p;
-      for (int j = 0; j < 8; j++) p.v[j] = j < n ? src[j] : from_f<bf16>(0.0f);
-      store_pack<bf16, 8>(to, p);
-    }
-  }
-}
-
-// BM x BN outputs per block of WM x WN warps. TA, TB: the operand lies as [K, M] and [N, K].
 template <int BM, int BN, int WM, int WN, bool TA, bool TB>
 __global__ void __launch_bounds__(32 * WM * WN)
 gemm_mma_kernel(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t lda, const bf16* b, int64_t ldb, void* c, int64_t ldc, bool c_f32, bool add,
                 bool chunks_a, bool chunks_b) {
-  constexpr int threads = 32 * WM * WN, FM = BM / WM / 16, FN = BN / WN / 8;
-  static_assert(FM > 0 && FN % 2 == 0, "a warp has whole fragments");
-  typedef tile<TA ? mma_k : BM, TA ? BM : mma_k> tile_a;
-  typedef tile<TB ? BN : mma_k, TB ? mma_k : BN> tile_b;
   HS_DYN_SHARED(bf16, smem);
-  bf16 *sa = smem, *sb = smem + mma_stages * tile_a::size;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t m0 = (int64_t)blockIdx.x * BM, n0 = (int64_t)blockIdx.y * BN;
-  const int wm = warp / WN * (BM / WM), wn = warp % WN * (BN / WN);
-  const int64_t nk = (K + mma_k - 1) / mma_k;
-  auto load = [&](int64_t t) {
-    if (t < nk) {
-      bf16 *da = sa + t % mma_stages * tile_a::size, *db = sb + t % mma_stages * tile_b::size;
-      if (TA) load_tile<mma_k, BM, threads>(da, a, lda, t * mma_k, K, m0, M, chunks_a);
-      else load_tile<BM, mma_k, threads>(da, a, lda, m0, M, t * mma_k, K, chunks_a);
-      if (TB) load_tile<BN, mma_k, threads>(db, b, ldb, n0, N, t * mma_k, K, chunks_b);
-      else load_tile<mma_k, BN, threads>(db, b, ldb, t * mma_k, K, n0, N, chunks_b);
-    }
-    cp_async_commit();
-  };
-  float acc[FM][FN][4];
-#pragma unroll
-  for (int i = 0; i < FM; i++)
-#pragma unroll
-    for (int j = 0; j < FN; j++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) acc[i][j][e] = 0;
-#pragma unroll
-  for (int t = 0; t < mma_stages - 1; t++) load(t);
-  for (int64_t t = 0; t < nk; t++) {
-    cp_async_wait<mma_stages - 2>();
-    __syncthreads();
-    load(t + mma_stages - 1);
-    const bf16 *ta = sa + t % mma_stages * tile_a::size, *tb = sb + t % mma_stages * tile_b::size;
-#pragma unroll
-    for (int k = 0; k < mma_k; k += 16) {
-      uint32_t fa[FM][4], fb[FN][2];
-#pragma unroll
-      for (int i = 0; i < FM; i++) {
-        const int m = wm + 16 * i;
-        if (TA) ldmatrix_x4_trans(fa[i], ta + (k + (lane & 7) + 8 * (lane >> 4)) * tile_a::pitch + m + 8 * (lane >> 3 & 1));
-        else ldmatrix_x4(fa[i], ta + (m + (lane & 15)) * tile_a::pitch + k + 8 * (lane >> 4));
-      }
-#pragma unroll
-      for (int j = 0; j < FN; j += 2) {
-        const int n = wn + 8 * j;
-        uint32_t r[4];
-        if (TB) ldmatrix_x4(r, tb + (n + (lane & 7) + 8 * (lane >> 4)) * tile_b::pitch + k + 8 * (lane >> 3 & 1));
-        else ldmatrix_x4_trans(r, tb + (k + (lane & 15)) * tile_b::pitch + n + 8 * (lane >> 4));
-        fb[j][0] = r[0], fb[j][1] = r[1], fb[j + 1][0] = r[2], fb[j + 1][1] = r[3];
-      }
-#pragma unroll
-      for (int i = 0; i < FM; i++)
-#pragma unroll
-        for (int j = 0; j < FN; j++) mma_bf16(acc[i][j], fa[i], fb[j], acc[i][j]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < FM; i++)
-#pragma unroll
-    for (int j = 0; j < FN; j++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int64_t m = m0 + wm + 16 * i + (lane >> 2) + 8 * (e >> 1), n = n0 + wn + 8 * j + 2 * (lane & 3) + (e & 1);
-        if (m >= M || n >= N) continue;
-        const int64_t at = m * ldc + n;
-        if (c_f32) ((float*)c)[at] = add ? ((float*)c)[at] + acc[i][j][e] : acc[i][j][e];
-        else ((bf16*)c)[at] = from_f<bf16>(add ? to_f(((bf16*)c)[at]) + acc[i][j][e] : acc[i][j][e]);
-      }
+  mma_block<BM, BN, WM, WN, TA, TB> p;
+  p.run(smem, m0, n0, M, N, K, a, lda, b, ldb, chunks_a, chunks_b);
+  p.each([&](int i, int j, float x) {
+    const int64_t m = m0 + i, n = n0 + j;
+    if (m >= M || n >= N) return;
+    const int64_t at = m * ldc + n;
+    if (c_f32) ((float*)c)[at] = add ? ((float*)c)[at] + x : x;
+    else ((bf16*)c)[at] = from_f<bf16>(add ? to_f(((bf16*)c)[at]) + x : x);
+  });
 }
 
 template <int BM, int BN, int WM, int WN, bool TA, bool TB> static hs_status gemm_mma(cudaStream_t s, const hs_gemm_args* a) {
-  typedef tile<TA ? mma_k : BM, TA ? BM : mma_k> tile_a;
-  typedef tile<TB ? BN : mma_k, TB ? mma_k : BN> tile_b;
   const dim3 grid((unsigned)HS_CEIL(a->M, BM), (unsigned)HS_CEIL(a->N, BN));
-  const size_t smem = sizeof(bf16) * mma_stages * (tile_a::size + tile_b::size);
-  return HS_LAUNCH(s, (gemm_mma_kernel<BM, BN, WM, WN, TA, TB>), grid, 32 * WM * WN, smem, a->M, a->N, a->K, (const bf16*)a->a, a->lda, (const bf16*)a->b,
-                   a->ldb, a->c, a->ldc, (a->flags & HS_C_F32) != 0, (a->flags & HS_BETA1) != 0, hs_packs(a->lda, 2, a->a), hs_packs(a->ldb, 2, a->b));
+  return HS_LAUNCH(s, (gemm_mma_kernel<BM, BN, WM, WN, TA, TB>), grid, 32 * WM * WN, (size_t)mma_block<BM, BN, WM, WN, TA, TB>::smem, a->M, a->N, a->K,
+                   (const bf16*)a->a, a->lda, (const bf16*)a->b, a->ldb, a->c, a->ldc, (a->flags & HS_C_F32) != 0, (a->flags & HS_BETA1) != 0,
+                   hs_packs(a->lda, 2, a->a), hs_packs(a->ldb, 2, a->b));
 }
 template <int BM, int BN, int WM, int WN> static hs_status gemm_mma_sized(cudaStream_t s, const hs_gemm_args* a) {
   switch (a->flags & (HS_TRANS_A | HS_TRANS_B)) {

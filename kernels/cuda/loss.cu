@@ -1,32 +1,39 @@
 // loss.cu - log-probs and entropy of targets under the LM head, and their gradient. Full logits are never stored: waves of `chunk` targets.
 //
-// Forward   gather the wave's rows of x, logits in f32 by the own matrix product (gemm.cuh), row pass (head.cuh). The bits of logits, log-prob
-//           and entropy are those of a gemm of the same rows with HS_C_F32 followed by sample.
-// Backward  the same logits; then, in place, dz_v = (sum_i dlogp_i ([v = target_i] - p_v) - sum_i dent_i p_v (ln p_v + H)) / temperature in
+// Forward   gather the wave's rows of x, then product and row pass in one (head.cu); in float32 the wave's logits are stored. The bits of log-prob
+//           and entropy are those of lmhead_sample for the same rows, and of a gemm of them with HS_C_F32 followed by sample.
+// Backward  the logits again, stored; in place, dz_v = (sum_i dlogp_i ([v = target_i] - p_v) - sum_i dent_i p_v (ln p_v + H)) / temperature in
 //           the storage type; dx = dz W in f32, added to its row with one rounding; dW += dz^T x in f32. Adjacent targets with the same row are
 //           a run, summed into the dz of its first target, whatever wave the others fall into: theirs is zero and adds nothing.
 //
-// Floor on an H200 for 16k targets, V 248,320, D 2560 at 790 TFLOP/s: 26 ms forward, 79 ms backward (three products). The row pass reads the
-// logits twice and they are written once: 49 GB, 11 ms more at 4.3 TB/s, forward; backward 16 GB each written and read and half of that
-// written and read twice by the products. Expected: these plus the distance of gemm.cu from its floor (unmeasured).
+// Floor on an H200 for 16k targets, V 248,320, D 2560 at 790 TFLOP/s: 26 ms forward, 79 ms backward (three products).
+// Forward moves no logits; backward 16 GB each written and read, 8 ms at 4.3 TB/s, and half of that written and read twice by the
+// products. Expected: these plus the distance of gemm.cu from its floor (unmeasured).
 #include "gemm.cuh"
 #include "head.cuh"
 
 static const int bwd_threads = 512, bwd_packs = 4;
 
-// A wave's scratch: gathered rows, logits (rows of ld floats), and for backward the rows' gradients.
+// A wave's scratch: gathered rows; forward the tiles' parts and the targets' logits; where they are stored the logits (rows of ld floats); backward
+// the rows' gradients.
 struct wave_ws {
   int64_t chunk, ld, bytes;
   char* x;
-  float *z, *dx;
+  head_part* parts;
+  float *target_z, *z, *dx;
 };
 template <class A> static wave_ws carve(const A* a, bool bwd) {
   wave_ws w;
   w.chunk = HS_MIN(a->chunk, a->N);
   w.ld = HS_CEIL(a->vocab_valid, 8) * 8;
-  const int64_t x = hs_align(w.chunk * a->D * hs_sizeof(a->dtype)), z = hs_align(w.chunk * w.ld * 4);
-  w.x = (char*)a->ws, w.z = (float*)(w.x + x), w.dx = (float*)(w.x + x + z);
-  w.bytes = x + z + (bwd ? hs_align(w.chunk * a->D * 4) : 0);
+  char* p = (char*)a->ws;
+  auto take = [&](int64_t bytes) { char* at = p; p += hs_align(bytes); return at; };
+  w.x = take(w.chunk * a->D * hs_sizeof(a->dtype));
+  w.parts = bwd ? 0 : (head_part*)take(w.chunk * head_tiles(a->vocab_valid) * (int64_t)sizeof(head_part));
+  w.target_z = bwd ? 0 : (float*)take(w.chunk * 4);
+  w.z = bwd || a->dtype == HS_F32 ? (float*)take(w.chunk * w.ld * 4) : 0;
+  w.dx = bwd ? (float*)take(w.chunk * a->D * 4) : 0;
+  w.bytes = p - (char*)a->ws;
   return w;
 }
 template <class A> static hs_status head_check(const A* a) {
@@ -40,23 +47,23 @@ template <class A> static hs_status head_check(const A* a) {
   return HS_OK;
 }
 
-// Logits of targets i..i+m-1.
-template <class A> static hs_status wave_logits(cudaStream_t s, const A* a, const wave_ws& w, int64_t i, int64_t m) {
+// Rows of x of targets i..i+m-1, and their logits where the wave stores them.
+template <class A> static hs_status wave_rows(cudaStream_t s, const A* a, const wave_ws& w, int64_t i, int64_t m) {
   const hs_gather_args g = {a->dtype, 0, m, a->D, a->T, a->row + i, a->x, w.x};
   HS_TRY(hs_op_gather(s, &g));
+  if (!w.z) return HS_OK;
   const hs_gemm_args p = {a->dtype, HS_TRANS_B | HS_C_F32, m, a->vocab_valid, a->D, w.x, a->D, a->w, a->D, w.z, w.ld, 0, 0};
   return hs_gemm_own(s, &p);
 }
 
 // ---- forward ----
 
-static __global__ void __launch_bounds__(head_threads)
-lmhead_kernel(int64_t n, int64_t ld, const float* z, float invt, const int32_t* target, float* logp, float* entropy, float* lse) {
+// A block per target.
+static __global__ void lmhead_kernel(head_rows h, int64_t tiles, float* logp, float* entropy, float* lse) {
   const int64_t i = blockIdx.x;
-  z += i * ld;
-  const head_stats s = row_stats(z, n, invt);
+  const head_stats s = merge_parts(h.parts + i * tiles, tiles);
   if (threadIdx.x) return;
-  logp[i] = head_logp(s, z[target[i]], invt);
+  logp[i] = head_logp(s, h.target_z[i], h.invt);
   entropy[i] = s.entropy;
   lse[i] = __fadd_rn(s.max, s.lnsum);
 }
@@ -69,9 +76,13 @@ extern "C" hs_status hs_op_lmhead(cudaStream_t s, const hs_lmhead_args* a) {
   const wave_ws w = carve(a, false);
   for (int64_t i = 0; i < a->N; i += w.chunk) {
     const int64_t m = HS_MIN(w.chunk, a->N - i);
-    HS_TRY(wave_logits(s, a, w, i, m));
-    HS_TRY(HS_LAUNCH(s, lmhead_kernel, (unsigned)m, head_row_threads(a->vocab_valid), 0, a->vocab_valid, w.ld, w.z, 1.0f / (float)a->temperature, a->target + i,
-                     (float*)a->logp + i, (float*)a->entropy + i, (float*)a->lse + i));
+    HS_TRY(wave_rows(s, a, w, i, m));
+    head_rows h = {};
+    h.rows = m, h.n = a->vocab_valid, h.ld = w.ld, h.D = a->D, h.z = w.z, h.x = (const bf16*)w.x, h.w = (const bf16*)a->w;
+    h.invt = 1.0f / (float)a->temperature, h.target = a->target + i, h.parts = w.parts, h.target_z = w.target_z;
+    HS_TRY(hs_head_pass(s, h));
+    const int64_t tiles = head_tiles(h.n);
+    HS_TRY(HS_LAUNCH(s, lmhead_kernel, (unsigned)m, merge_threads(tiles), 0, h, tiles, (float*)a->logp + i, (float*)a->entropy + i, (float*)a->lse + i));
   }
   return HS_OK;
 }
@@ -156,7 +167,7 @@ extern "C" hs_status hs_op_lmhead_bwd(cudaStream_t s, const hs_lmhead_bwd_args* 
   const wave_ws w = carve(a, true);
   for (int64_t i = 0; i < a->N; i += w.chunk) {
     const int64_t m = HS_MIN(w.chunk, a->N - i);
-    HS_TRY(wave_logits(s, a, w, i, m));
+    HS_TRY(wave_rows(s, a, w, i, m));
     HS_DISPATCH(a->dtype, T, { HS_TRY(wave_bwd<T>(s, a, w, i, m)); })
   }
   return HS_OK;

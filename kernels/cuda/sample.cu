@@ -1,27 +1,18 @@
-// sample.cu - sampling from rows of f32 logits, with the tokens of the cpu table (cpu_head_body.h).
+// sample.cu - drawing a token of each row by Gumbel-max (abi.h): from stored f32 logits, or with the LM head in one, which stores none.
 //
-// sample_stats  row pass (head.cuh), a block per row: log-prob and entropy are the bits that lmhead computes for the same logits.
-// sample        a block per row. Without truncation: sums of up to 256 stretches of ids, then the ids of the stretch that u falls into, one by
-//               one; every sum in the order of the cpu table with AVX-512. With truncation: min_p is a threshold; top_k and top_p are found by
-//               radix descent, 4 bits of the order-preserving key at a time, each thread with its own counts and masses (no sort, no float
-//               atomics). Their masses are f64 sums of f32 weights. As long as the weights lie within 2^-28 of the mass these are exact, so that
-//               their order does not matter. Beyond that each addition may differ from the cpu table's by 2^-53 of the mass, and u, or top_p,
-//               has to lie that close to a boundary between ids to give another token: at most n^2 2^-53, 7 in 10^6 draws from 248,320
-//               ids, or with signs that cancel n^1.5 2^-53, 1 in 10^8.
+// The row pass (head.cu) gives each tile's best id and the parts of log-sum-exp; sample_kernel, a block per row, merges them. Log-prob and
+// entropy are the bits of lmhead for the same hidden row. A row that truncates needs its logits in memory: min_p is a threshold; top_k and
+// top_p are found by radix descent, 4 bits of the order-preserving key at a time, each thread with its own counts and masses (no sort, no float
+// atomics); the draw is the best of the ids that are kept. Tokens are those of the cpu table for the same logits: scores are compared, not
+// summed. Only top_p adds masses, in f64: it can keep another set of ids when it lies within 2^-53 n of a boundary.
 //
-// Floor on an H200, 256 rows of 248,320: 254 MB a pass, 0.06 ms at 4.3 TB/s. Three passes without truncation, and about 10 us for the chains
-// at the end; top_k and top_p take up to 8 more each, most of them with few ids to weigh, 0.5 ms (unmeasured).
+// Floor on an H200, 256 rows of 248,320 stored: 254 MB a pass, 0.06 ms at 4.3 TB/s, one pass and 24 MB of parts and picks; top_k and top_p
+// take up to 8 more each, most of them with few ids to weigh, 0.5 ms. Unmeasured.
 // A row that holds NaN or plus infinity, or only minus infinity, gets token -1 and NaN (the cpu table fails instead).
+#include "gemm.cuh"
 #include "head.cuh"
 
 static const int sample_threads = 512, radix = 16, radix_bits = 4;
-static const int draw_block = 128, draw_blocks = 256, draw_piece = 1024;   // as in cpu_head_body.h; a piece is what is walked at once
-
-// Unsigned integer in the order of the floats (-0 just below +0).
-static __device__ __forceinline__ uint32_t order_key(float x) {
-  const uint32_t u = __float_as_uint(x);
-  return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
 
 struct row_in { const float* z; int n; float invt, max; };
 
@@ -132,126 +123,131 @@ static __device__ void lower_bound(const row_in& r, keep_rule& k, int which, dou
 
 // ---- draw ----
 
-// The id that u in (0,1) falls on; trunc = only the ids that k keeps, weighed in f64.
-template <bool trunc> static __device__ int draw(const row_in& r, const keep_rule& k, double u) {
-  HS_SHARED(double, sums, [draw_blocks]);
-  HS_SHARED(float, weight, [draw_piece]);
-  const int len = HS_CEIL(HS_CEIL(r.n, draw_block), draw_blocks) * draw_block, blocks = HS_CEIL(r.n, len), lane = threadIdx.x & (head_lanes - 1);
-  auto weigh = [&](int i) {
-    const float d = head_arg(r.z[i], r.invt, r.max);
-    return !trunc || kept(k, r.z[i], d, i) ? head_exp(d) : 0.0f;
-  };
-  for (int b0 = 0; b0 < blocks; b0 += blockDim.x / head_lanes) {
-    const int b = b0 + threadIdx.x / head_lanes;
-    double sum = 0;
-    for (int i = b * len; i < (b + 1) * len; i += draw_block) {
-      float s = 0;
-      for (int j = i + lane; j < i + draw_block && j < r.n; j += head_lanes) {
-        if (trunc) sum += (double)weigh(j);
-        else s = __fadd_rn(s, weigh(j));
-      }
-      if (!trunc) sum += (double)half_sum(s);
-    }
-    if (trunc) sum = half_sum(sum);
-    if (lane == 0 && b < blocks) sums[b] = sum;
-  }
+// The best key of the block's threads; every thread gets it.
+static __device__ __forceinline__ unsigned long long block_best(unsigned long long k) {
+  HS_SHARED(unsigned long long, part, [32]);
+  const int warps = blockDim.x >> 5;
+  k = warp_butterfly(k, max_key());
+  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = k;
   __syncthreads();
-  double total = 0, cum = 0;   // from here on all threads compute the same
-  for (int b = 0; b < blocks; b++) total += sums[b];
-  const double stop = u * total;
-  int last = 0;
-  for (int b = 0; b < blocks; b++) {
-    if (cum + sums[b] <= stop && b + 1 < blocks) {
-      cum += sums[b];
-      continue;
-    }
-    for (int i = b * len; i < (b + 1) * len && i < r.n; i += draw_piece) {
-      __syncthreads();
-      const int end = HS_MIN(HS_MIN(r.n, (b + 1) * len), i + draw_piece);
-      for (int j = threadIdx.x; j < HS_CEIL(end - i, 4) * 4; j += blockDim.x) weight[j] = i + j < end ? weigh(i + j) : 0.0f;
-      __syncthreads();
-      for (int j = 0; j < end - i; j += 4) {
-        const pack<float, 4> e = load_pack<float, 4>(weight + j);
-        for (int c = 0; c < 4; c++) {
-          if (!(e.v[c] > 0)) continue;
-          cum += (double)e.v[c];
-          last = i + j + c;
-          if (cum > stop) return last;
-        }
-      }
-    }
-  }
-  return last;
+  k = part[0];
+  for (int i = 1; i < warps; i++) k = max_key()(k, part[i]);
+  __syncthreads();
+  return k;
 }
 
-// Uniform in (0,1): 52 bits of the first two words, centred in their cell.
-static __device__ __forceinline__ double uniform(const hs_sample_row& r) {
-  const uint32_t ctr[4] = {(uint32_t)r.ctr, (uint32_t)(r.ctr >> 32), (uint32_t)r.key_hi, (uint32_t)(r.key_hi >> 32)};
-  uint32_t w[4];
-  philox4x32((uint32_t)r.key_lo, (uint32_t)(r.key_lo >> 32), ctr, w);
-  return ((double)(((uint64_t)w[1] << 32 | w[0]) >> 12) + 0.5) * 0x1p-52;
-}
-
+// Among the kept ids.
 static __device__ int draw_truncated(const row_in& r, const hs_sample_row& row, double* mass, int* count) {
   keep_rule k = {-__int_as_float(0x7f800000), {0, 0}, {0x7fffffff, 0x7fffffff}};
   if (row.min_p >= 1.17549435e-38f) k.dmin = fminf(head_log(row.min_p), 0.0f);
   if (row.top_k > 0 && row.top_k < r.n) lower_bound(r, k, 0, (double)row.top_k, mass, count);
   if (row.top_p < 1) lower_bound(r, k, 1, (double)row.top_p, mass, count);
-  return draw<true>(r, k, uniform(row));
-}
-// Lowest id among the largest logits.
-static __device__ int argmax(const row_in& r) {
-  HS_SHARED(int, best, [1]);
-  if (threadIdx.x == 0) best[0] = r.n;
-  __syncthreads();
-  for (int i = threadIdx.x; i < r.n; i += blockDim.x)
-    if (r.z[i] == r.max) {
-      atomicMin(best, i);
-      break;
+  unsigned long long best = 0;
+  for (int q = threadIdx.x; 4 * q < r.n; q += blockDim.x) {
+    bool in[4], any = false;
+    for (int c = 0; c < 4; c++) {
+      const int i = 4 * q + c;
+      in[c] = i < r.n && kept(k, r.z[i], head_arg(r.z[i], r.invt, r.max), i);
+      any |= in[c];
     }
-  __syncthreads();
-  return best[0];
-}
-
-// ---- the op ----
-
-static __device__ __forceinline__ float inverse_temperature(const hs_sample_row& r) { return r.temperature > 0 ? __fdiv_rn(1.0f, r.temperature) : 1.0f; }
-
-static __global__ void __launch_bounds__(head_threads) sample_stats_kernel(int64_t V, int64_t n, const float* z, const hs_sample_row* rows, head_stats* stats) {
-  const head_stats s = row_stats(z + blockIdx.x * V, n, inverse_temperature(rows[blockIdx.x]));
-  if (threadIdx.x == 0) stats[blockIdx.x] = s;
-}
-static __global__ void __launch_bounds__(sample_threads)
-sample_kernel(int64_t V, int64_t n, const float* z, const hs_sample_row* rows, const head_stats* stats, int32_t* token, float* logp, float* entropy) {
-  HS_DYN_SHARED(double, mass);   // [radix][threads + 1], then counts of the same shape
-  int* count = (int*)(mass + radix * (blockDim.x + 1));
-  const hs_sample_row row = rows[blockIdx.x];
-  const head_stats s = stats[blockIdx.x];
-  const row_in r = {z + blockIdx.x * V, (int)n, inverse_temperature(row), s.max};
-  int tok = -1;
-  if (head_finite(s.lnsum)) {
-    if (!(row.temperature > 0)) tok = argmax(r);
-    else if (row.min_p == 0 && row.top_p >= 1 && (row.top_k == 0 || row.top_k >= r.n)) tok = draw<false>(r, keep_rule(), uniform(row));
-    else tok = draw_truncated(r, row, mass, count);
+    if (!any) continue;
+    float g[4];
+    head_noise(row, (uint32_t)q, g);
+    for (int c = 0; c < 4; c++)
+      if (in[c]) best = max_key()(best, pick_key(__fadd_rn(__fmul_rn(r.z[4 * q + c], r.invt), g[c]), 4 * q + c));
   }
-  if (threadIdx.x) return;
-  token[blockIdx.x] = tok;
-  logp[blockIdx.x] = tok < 0 ? __int_as_float(0x7fffffff) : head_logp(s, r.z[tok], r.invt);
-  if (entropy) entropy[blockIdx.x] = tok < 0 ? __int_as_float(0x7fffffff) : s.entropy;
+  return pick_id(block_best(best));
 }
 
-extern "C" int64_t hs_ws_sample(const hs_sample_args* a) { return a->B > 0 ? a->B * (int64_t)sizeof(head_stats) : 0; }
-extern "C" hs_status hs_op_sample(cudaStream_t s, const hs_sample_args* a) {
+// ---- the ops ----
+
+// A block per row merges the tiles and writes what was drawn. z = 0: no logits are stored, so a row that truncates has no token.
+static __global__ void __launch_bounds__(sample_threads) sample_kernel(head_rows h, int64_t tiles, int32_t* token, float* logp, float* entropy) {
+  HS_SHARED(float, best_z, [1]);
+  HS_DYN_SHARED(double, mass);   // [radix][threads + 1], then counts of the same shape, when logits are stored
+  int* count = (int*)(mass + radix * (blockDim.x + 1));
+  const int64_t i = blockIdx.x;
+  const hs_sample_row row = h.sample[i];
+  const float invt = inverse_temperature(row), nan = __int_as_float(0x7fffffff);
+  const head_stats s = merge_parts(h.parts + i * tiles, tiles);
+  const bool cut = row.temperature > 0 && truncates(row, h.n);
+  int tok = -1;
+  if (!head_finite(s.lnsum) || (cut && !h.z)) {   // no distribution, or none that can be drawn from here
+  } else if (cut) {
+    tok = draw_truncated({h.z + i * h.ld, (int)h.n, invt, s.max}, row, mass, count);
+    if (threadIdx.x == 0) best_z[0] = h.z[i * h.ld + tok];
+  } else {
+    unsigned long long k = 0;
+    float z = 0;
+    for (int64_t t = threadIdx.x; t < tiles; t += blockDim.x) {
+      const head_pick p = h.picks[i * tiles + t];
+      if (p.key > k) k = p.key, z = p.z;
+    }
+    const unsigned long long best = block_best(k);
+    if (k == best) best_z[0] = z;   // ids are part of the key: one thread
+    tok = pick_id(best);
+  }
+  __syncthreads();
+  if (threadIdx.x) return;
+  token[i] = tok;
+  logp[i] = tok < 0 ? nan : head_logp(s, best_z[0], invt);
+  if (entropy) entropy[i] = tok < 0 ? nan : s.entropy;
+}
+
+template <class A> static hs_status sample_check(const A* a) {
   HS_NEED(a->B > 0, "B %lld, need > 0", (long long)a->B);
   HS_NEED(a->vocab_valid > 0 && a->vocab_valid <= a->V, "vocab_valid %lld, want 1..V (%lld)", (long long)a->vocab_valid, (long long)a->V);
   HS_NEED(a->vocab_valid <= head_vocab, "vocab_valid %lld, want at most %lld", (long long)a->vocab_valid, (long long)head_vocab);
-  HS_NEED_PTR(logits); HS_NEED_PTR(rows); HS_NEED_PTR(token); HS_NEED_PTR(logp);
+  HS_NEED_PTR(rows); HS_NEED_PTR(token); HS_NEED_PTR(logp);
   if (a->dtype != HS_F32 && a->dtype != HS_BF16) return hs_fail(HS_ERR_DTYPE, "dtype %d: the cuda table stores f32 (0) or bf16 (2)", (int)a->dtype);
+  return HS_OK;
+}
+
+// Scratch: parts and picks of every tile, then logits of the rows where they are stored.
+struct sample_ws { int64_t picks, z, bytes; };
+static sample_ws sample_carve(int64_t B, int64_t n, bool logits) {
+  sample_ws w;
+  w.picks = hs_align(B * head_tiles(n) * (int64_t)sizeof(head_part));
+  w.z = w.picks + hs_align(B * head_tiles(n) * (int64_t)sizeof(head_pick));
+  w.bytes = w.z + (logits ? hs_align(B * HS_CEIL(n, 4) * 16) : 0);
+  return w;
+}
+static hs_status sample_rows(cudaStream_t s, head_rows h, char* ws, int32_t* token, void* logp, void* entropy) {
+  h.parts = (head_part*)ws, h.picks = (head_pick*)(ws + sample_carve(h.rows, h.n, false).picks);
+  HS_TRY(hs_head_pass(s, h));
+  const int64_t tiles = head_tiles(h.n);
+  const int threads = h.z ? (int)HS_MIN(sample_threads, 32 * HS_CEIL(h.n, 1024)) : merge_threads(tiles);
+  return HS_LAUNCH(s, sample_kernel, (unsigned)h.rows, threads, h.z ? (size_t)radix * (threads + 1) * 12 : 0, h, tiles, token, (float*)logp, (float*)entropy);
+}
+
+extern "C" int64_t hs_ws_sample(const hs_sample_args* a) { return a->B > 0 && a->vocab_valid > 0 ? sample_carve(a->B, a->vocab_valid, false).bytes : 0; }
+extern "C" hs_status hs_op_sample(cudaStream_t s, const hs_sample_args* a) {
+  HS_TRY(sample_check(a));
+  HS_NEED_PTR(logits);
   HS_NEED_WS(hs_ws_sample(a));
-  const int64_t n = a->vocab_valid;
-  head_stats* stats = (head_stats*)a->ws;
-  const int threads = (int)HS_MIN(sample_threads, 32 * HS_CEIL(n, 1024));
-  HS_TRY(HS_LAUNCH(s, sample_stats_kernel, (unsigned)a->B, head_row_threads(n), 0, a->V, n, (const float*)a->logits, a->rows, stats));
-  return HS_LAUNCH(s, sample_kernel, (unsigned)a->B, threads, (size_t)radix * (threads + 1) * 12, a->V, n, (const float*)a->logits, a->rows, stats, a->token,
-                   (float*)a->logp, (float*)a->entropy);
+  head_rows h = {};
+  h.rows = a->B, h.n = a->vocab_valid, h.ld = a->V, h.z = (const float*)a->logits, h.sample = a->rows;
+  return sample_rows(s, h, (char*)a->ws, a->token, a->logp, a->entropy);
+}
+
+static bool stores_logits(const hs_lmhead_sample_args* a) { return a->dtype == HS_F32 || a->flags & HS_TRUNCATED; }
+extern "C" int64_t hs_ws_lmhead_sample(const hs_lmhead_sample_args* a) {
+  return a->B > 0 && a->vocab_valid > 0 ? sample_carve(a->B, a->vocab_valid, stores_logits(a)).bytes : 0;
+}
+extern "C" hs_status hs_op_lmhead_sample(cudaStream_t s, const hs_lmhead_sample_args* a) {
+  HS_TRY(sample_check(a));
+  HS_NEED(a->D > 0, "D %lld, need > 0", (long long)a->D);
+  HS_NEED_PTR(x); HS_NEED_PTR(w);
+  HS_NEED_WS(hs_ws_lmhead_sample(a));
+  head_rows h = {};
+  h.rows = a->B, h.n = a->vocab_valid, h.D = a->D, h.sample = a->rows;
+  if (stores_logits(a)) {
+    float* z = (float*)((char*)a->ws + sample_carve(a->B, h.n, true).z);
+    h.ld = HS_CEIL(h.n, 4) * 4, h.z = z;
+    const hs_gemm_args p = {a->dtype, HS_TRANS_B | HS_C_F32, a->B, h.n, a->D, a->x, a->D, a->w, a->D, z, h.ld, 0, 0};
+    HS_TRY(hs_gemm_own(s, &p));
+  } else {
+    h.x = (const bf16*)a->x, h.w = (const bf16*)a->w;
+  }
+  return sample_rows(s, h, (char*)a->ws, a->token, a->logp, a->entropy);
 }
