@@ -65,8 +65,7 @@ type Line struct {
 	Bytes int64  `json:"bytes"`
 }
 
-// Names of the lines. On the CPU they are the labels of the device's ledger, of which lineCache is split in three and the logits are told
-// apart from the other activations of the sampler.
+// Names of the lines. On the CPU they are the labels of the device's ledger, of which lineCache is split in three.
 const (
 	LineWeights    = "weights"
 	LineLow        = "low halves of the weights"
@@ -88,7 +87,6 @@ const (
 	LineConv       = "convolution states"
 	LineSlots      = "slot copy indices"
 	LineSampler    = "sampler activations"
-	LineLogits     = "sampler logits"
 	LineSampleRows = "sample rows"
 	LineIndices    = "sampler indices"
 	LineScratch    = "sampler workspace"
@@ -290,12 +288,10 @@ func (pl *MemoryPlanner) sampler(f *Footprint, l *Layout) error {
 	f.add(Rollout, LineSlots, 8*int64(o.MaxSeqs))
 	var a activations
 	var acts int64
-	fields := a.fields(c, dt, o.MaxRows, o.MaxSeqs)
-	for _, x := range fields[:len(fields)-1] {
+	for _, x := range a.fields(c, dt, o.MaxRows) {
 		acts += x.bytes
 	}
 	f.add(Rollout, LineSampler, acts)
-	f.add(Rollout, LineLogits, fields[len(fields)-1].bytes)
 	f.add(Rollout, LineSampleRows, sampleRowBytes(o.MaxSeqs, dt))
 	forest, err := planForest(int64(o.MaxRows), o.MaxSeqs)
 	if err != nil {

@@ -89,7 +89,7 @@ func TestFootprintIsTheLedger(t *testing.T) {
 			got := ledgerOf(d)
 			for label, lines := range map[string][]string{
 				"weights": {LineWeights, LineFrozen, LineAdapter}, "adapter scale": {LineScale}, "adapter workspace": {LineMerge}, "grads": {LineGrads}, "weights_lo": {LineLow}, "kv cache and recurrent state": {LineKV, LineRecurrent, LineConv},
-				"slot copy indices": {LineSlots}, "sampler activations": {LineSampler, LineLogits}, "sample rows": {LineSampleRows},
+				"slot copy indices": {LineSlots}, "sampler activations": {LineSampler}, "sample rows": {LineSampleRows},
 				"sampler indices": {LineIndices}, "sampler workspace": {LineScratch}, "activations": {LineActs}, "batch": {LineBatch},
 				"forest": {LineForest}, "workspace": {LineWorkspace}, "gradient norms": {LineNorms},
 			} {

@@ -213,9 +213,16 @@ func (p *parity) decode() error {
 	return nil
 }
 
-// logits downloads the logits of the last pass's first sampled rows.
+// logits makes again and downloads the logits of the last pass's first sampled rows, which the head stores for no longer than it needs them.
 func (r *Runner) logits(dst []float32) error {
-	r.st.DownloadReal(dst, r.a.logits, r.dt.Wide())
+	v := r.m.Config.VocabSize
+	buf, err := r.m.Dev.Alloc(int64(len(dst))*int64(r.dt.Wide().Size()), "logits")
+	if err != nil {
+		return err
+	}
+	defer buf.Free()
+	r.linear(buf.Ptr(), r.a.ns, r.w.head, int64(len(dst)/v), r.m.Config.Hidden, v, wideC(r.dt))
+	r.st.DownloadReal(dst, buf.Ptr(), r.dt.Wide())
 	return r.st.Sync()
 }
 

@@ -96,7 +96,6 @@ type activations struct {
 	y                               kernels.Ptr
 	qg, kin, aq, ak, av, ao         kernels.Ptr
 	gate, up                        kernels.Ptr
-	logits                          kernels.Ptr // [MaxSeqs, V]
 }
 
 // piece is a run of rows of one sequence within one pass.
@@ -148,9 +147,8 @@ type field struct {
 	bytes int64
 }
 
-// fields lists the activations of passes of up to maxRows rows that sample up to maxSeqs, the logits last. Gates and logits are never stored
-// below float32 (abi.h).
-func (a *activations) fields(c *Config, dt kernels.DType, maxRows, maxSeqs int) []field {
+// fields lists the activations of passes of up to maxRows rows. Gates are never stored below float32 (abi.h).
+func (a *activations) fields(c *Config, dt kernels.DType, maxRows int) []field {
 	elem, wide := int64(dt.Size()), int64(dt.Wide().Size())
 	d, i := int64(c.Hidden), int64(c.Intermediate)
 	qk, vd, nv, ch := int64(c.KeyDim()), int64(c.ValueDim()), int64(c.LinValueHeads), int64(c.ConvChannels())
@@ -167,7 +165,7 @@ func (a *activations) fields(c *Config, dt kernels.DType, maxRows, maxSeqs int) 
 		}
 		fs[j].bytes = alignUp(int64(maxRows) * fs[j].bytes * e)
 	}
-	return append(fs, field{&a.logits, alignUp(int64(maxSeqs) * int64(c.VocabSize) * wide)})
+	return fs
 }
 
 // sampleRowBytes are those of the sampling parameters and results of maxSeqs rows.
@@ -176,7 +174,7 @@ func sampleRowBytes(maxSeqs int, dt kernels.DType) int64 {
 }
 
 func (r *Runner) allocate() error {
-	fields := r.a.fields(r.m.Config, r.dt, r.opt.MaxRows, r.opt.MaxSeqs)
+	fields := r.a.fields(r.m.Config, r.dt, r.opt.MaxRows)
 	var total int64
 	for _, f := range fields {
 		total += f.bytes

@@ -166,8 +166,8 @@ func passWorkspace(dev *kernels.Device, c *Config, dt kernels.DType, x *passInde
 	need(kernels.OpAttnPrep, unsafe.Pointer(&kernels.AttnPrepArgs{DType: dt, T: x.rows, NH: nh, NKV: nkv, HD: hd, Rot: int64(c.RotaryDim)}))
 	need(kernels.OpAttnPaged, unsafe.Pointer(&kernels.AttnPagedArgs{DType: dt, T: x.rows, NH: nh, NKV: nkv, HD: hd, PageSize: int64(pageSize), MaxPages: x.maxPages}))
 	if n := x.sampled; n > 0 {
-		gemm(n, d, int64(c.VocabSize), wideC(dt))
-		need(kernels.OpSample, unsafe.Pointer(&kernels.SampleArgs{DType: dt, B: n, V: int64(c.VocabSize), VocabValid: int64(c.VocabSize)}))
+		// Room for the logits of rows that truncate, also while none does.
+		need(kernels.OpLMHeadSample, unsafe.Pointer(&kernels.LMHeadSampleArgs{DType: dt, Flags: kernels.Truncated, B: n, D: d, V: int64(c.VocabSize), VocabValid: int64(c.VocabSize)}))
 	}
 	return most
 }
@@ -299,12 +299,12 @@ func (r *Runner) mlp(w *layerWeights, rows int64, h kernels.Ptr) {
 	r.linear(h, a.gate, w.down, rows, c.Intermediate, c.Hidden, kernels.Beta1)
 }
 
-// sample computes logits of the selected rows and draws their tokens.
+// sample runs the head on the selected rows and draws their tokens.
 func (r *Runner) sample(work []Work, batch []piece, x *passIndex) {
 	a, c := &r.a, r.m.Config
 	r.norm(a.ns, a.xs, r.w.norm, x.sampled)
-	r.linear(a.logits, a.ns, r.w.head, x.sampled, c.Hidden, c.VocabSize, wideC(r.dt))
 	r.rows = r.rows[:0]
+	var flags uint32
 	for _, p := range batch {
 		if p.sample {
 			w := &work[p.work]
@@ -312,16 +312,19 @@ func (r *Runner) sample(work []Work, batch []piece, x *passIndex) {
 			if topP == 0 {
 				topP = 1
 			}
+			if topP < 1 || w.Sampling.MinP > 0 || w.Sampling.TopK > 0 {
+				flags = kernels.Truncated
+			}
 			r.rows = append(r.rows, kernels.SampleRow{KeyLo: w.Key.Lo, KeyHi: w.Key.Hi, Ctr: w.Ctr,
 				Temperature: w.Sampling.Temperature, TopP: topP, MinP: w.Sampling.MinP, TopK: int32(w.Sampling.TopK)})
 		}
 	}
 	r.st.UploadSampleRows(r.rbuf.Ptr(), r.rows)
 	tok, lp, ent := r.results(x.sampled)
-	s := kernels.SampleArgs{DType: r.dt, B: x.sampled, V: int64(c.VocabSize), VocabValid: r.valid, Logits: a.logits,
+	s := kernels.LMHeadSampleArgs{DType: r.dt, Flags: flags, B: x.sampled, D: int64(c.Hidden), V: int64(c.VocabSize), VocabValid: r.valid, X: a.ns, W: r.w.head,
 		Rows: r.rbuf.Ptr(), Token: tok, LogP: lp, Entropy: ent}
 	s.WS, s.WSBytes = r.scratch()
-	r.st.Sample(&s)
+	r.st.LMHeadSample(&s)
 }
 
 // results are the addresses of log-probs, entropies and tokens behind the sample rows.
