@@ -1,6 +1,6 @@
 // sample.cu - drawing a token of each row by Gumbel-max (abi.h): from stored f32 logits, or with the LM head in one, which stores none.
 //
-// The row pass (head.cu) gives each tile's best id and the parts of log-sum-exp; sample_kernel, a block per row, merges them. Log-prob and
+// The row pass (head.cu) gives each tile's best id and the parts of log-sum-exp; a block per row merges them. Log-prob and
 // entropy are the bits of lmhead for the same hidden row. A row that truncates needs its logits in memory: min_p is a threshold; top_k and
 // top_p are found by radix descent, 4 bits of the order-preserving key at a time, each thread with its own counts and masses (no sort, no float
 // atomics); the draw is the best of the ids that are kept. Tokens are those of the cpu table for the same logits: scores are compared, not
@@ -161,37 +161,45 @@ static __device__ int draw_truncated(const row_in& r, const hs_sample_row& row, 
 
 // ---- the ops ----
 
-// A block per row merges the tiles and writes what was drawn. z = 0: no logits are stored, so a row that truncates has no token.
-static __global__ void __launch_bounds__(sample_threads) sample_kernel(head_rows h, int64_t tiles, int32_t* token, float* logp, float* entropy) {
+struct sample_out { int32_t* token; float *logp, *entropy; };
+static __device__ __forceinline__ void write_sample(const sample_out& o, int64_t i, const head_stats& s, float invt, int tok, float z) {
+  const float nan = __int_as_float(0x7fffffff);
+  o.token[i] = tok;
+  o.logp[i] = tok < 0 ? nan : head_logp(s, z, invt);
+  if (o.entropy) o.entropy[i] = tok < 0 ? nan : s.entropy;
+}
+
+// A block per row merges the tiles and writes the row's best id; none for a row that truncates, or has no distribution.
+static __global__ void sample_kernel(head_rows h, int64_t tiles, sample_out o) {
   HS_SHARED(float, best_z, [1]);
-  HS_DYN_SHARED(double, mass);   // [radix][threads + 1], then counts of the same shape, when logits are stored
+  const int64_t i = blockIdx.x;
+  const hs_sample_row row = h.sample[i];
+  const head_stats s = merge_parts(h.parts + i * tiles, tiles);
+  unsigned long long k = 0;
+  float z = 0;
+  for (int64_t t = threadIdx.x; t < tiles; t += blockDim.x) {
+    const head_pick p = h.picks[i * tiles + t];
+    if (p.key > k) k = p.key, z = p.z;
+  }
+  const unsigned long long best = block_best(k);
+  if (k == best) best_z[0] = z;   // ids are part of the key: one thread
+  __syncthreads();
+  const bool none = !head_finite(s.lnsum) || (row.temperature > 0 && truncates(row, h.n));
+  if (threadIdx.x == 0) write_sample(o, i, s, inverse_temperature(row), none ? -1 : pick_id(best), best_z[0]);
+}
+
+// The rows that truncate, from stored logits.
+static __global__ void __launch_bounds__(sample_threads, 1) sample_truncated_kernel(head_rows h, int64_t tiles, sample_out o) {
+  HS_DYN_SHARED(double, mass);   // [radix][threads + 1], then counts of the same shape
   int* count = (int*)(mass + radix * (blockDim.x + 1));
   const int64_t i = blockIdx.x;
   const hs_sample_row row = h.sample[i];
-  const float invt = inverse_temperature(row), nan = __int_as_float(0x7fffffff);
+  if (!(row.temperature > 0) || !truncates(row, h.n)) return;
   const head_stats s = merge_parts(h.parts + i * tiles, tiles);
-  const bool cut = row.temperature > 0 && truncates(row, h.n);
-  int tok = -1;
-  if (!head_finite(s.lnsum) || (cut && !h.z)) {   // no distribution, or none that can be drawn from here
-  } else if (cut) {
-    tok = draw_truncated({h.z + i * h.ld, (int)h.n, invt, s.max}, row, mass, count);
-    if (threadIdx.x == 0) best_z[0] = h.z[i * h.ld + tok];
-  } else {
-    unsigned long long k = 0;
-    float z = 0;
-    for (int64_t t = threadIdx.x; t < tiles; t += blockDim.x) {
-      const head_pick p = h.picks[i * tiles + t];
-      if (p.key > k) k = p.key, z = p.z;
-    }
-    const unsigned long long best = block_best(k);
-    if (k == best) best_z[0] = z;   // ids are part of the key: one thread
-    tok = pick_id(best);
-  }
-  __syncthreads();
-  if (threadIdx.x) return;
-  token[i] = tok;
-  logp[i] = tok < 0 ? nan : head_logp(s, best_z[0], invt);
-  if (entropy) entropy[i] = tok < 0 ? nan : s.entropy;
+  if (!head_finite(s.lnsum)) return;
+  const float invt = inverse_temperature(row), *z = h.z + i * h.ld;
+  const int tok = draw_truncated({z, (int)h.n, invt, s.max}, row, mass, count);
+  if (threadIdx.x == 0) write_sample(o, i, s, invt, tok, z[tok]);
 }
 
 template <class A> static hs_status sample_check(const A* a) {
@@ -216,8 +224,11 @@ static hs_status sample_rows(cudaStream_t s, head_rows h, char* ws, int32_t* tok
   h.parts = (head_part*)ws, h.picks = (head_pick*)(ws + sample_carve(h.rows, h.n, false).picks);
   HS_TRY(hs_head_pass(s, h));
   const int64_t tiles = head_tiles(h.n);
-  const int threads = h.z ? (int)HS_MIN(sample_threads, 32 * HS_CEIL(h.n, 1024)) : merge_threads(tiles);
-  return HS_LAUNCH(s, sample_kernel, (unsigned)h.rows, threads, h.z ? (size_t)radix * (threads + 1) * 12 : 0, h, tiles, token, (float*)logp, (float*)entropy);
+  const sample_out o = {token, (float*)logp, (float*)entropy};
+  HS_TRY(HS_LAUNCH(s, sample_kernel, (unsigned)h.rows, merge_threads(tiles), 0, h, tiles, o));
+  if (!h.z) return HS_OK;
+  const int threads = (int)HS_MIN(sample_threads, 32 * HS_CEIL(h.n, 1024));
+  return HS_LAUNCH(s, sample_truncated_kernel, (unsigned)h.rows, threads, (size_t)radix * (threads + 1) * 12, h, tiles, o);
 }
 
 extern "C" int64_t hs_ws_sample(const hs_sample_args* a) { return a->B > 0 && a->vocab_valid > 0 ? sample_carve(a->B, a->vocab_valid, false).bytes : 0; }
