@@ -61,6 +61,7 @@ build/libhs_emu_test.so: $(EMU_OBJ) build/emu/broken.o
 
 # nvcc: CUDA_HOME's, or that of the wheels. One pip call: a second one into the same folder would drop files.
 CUDA_HOME ?= build/cuda/nvidia/cu13
+CUBLAS_HOME ?= $(CUDA_HOME)
 NVCC_ARCH := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=compute_80
 NVCC_FLAGS := -std=c++17 -O3 $(NVCC_ARCH) -Xcompiler -fPIC,-fvisibility=hidden,-Wall --ptxas-options=-v --expt-relaxed-constexpr
 
@@ -83,6 +84,9 @@ build/libhs_cuda.so: $(CU:kernels/cuda/%.cu=build/cu/%.o) kernels/cuda/exports.m
 
 cuda-check: build/libhs_cuda.so ## registers, spills, stack and tensor-core instructions of every kernel against kernels/cuda/resources.txt
 	@tools/cudares.sh check
+	@if [ -f "$(CUBLAS_HOME)/include/cublasLt.h" ]; then \
+	  g++ -std=c++17 -fsyntax-only -Wall -Ikernels/cuda -I$(CUBLAS_HOME)/include -I$(CUDA_HOME)/include kernels/cuda/lt_header.cpp && echo "gemm_lt.cuh is as $(CUBLAS_HOME)/include/cublasLt.h"; \
+	else echo "no $(CUBLAS_HOME)/include/cublasLt.h: gemm_lt.cuh is not compared with it (CUBLAS_HOME=DIR; in the wheel nvidia-cublas)"; fi
 
 # gorgonia.org/cu sees CUDA headers through kernels/cuda/compat and links kernels/cuda/shim in place of the driver. Go's build cache does
 # not see edits of these headers: raise HS_CU_COMPAT with each.
@@ -103,9 +107,10 @@ build/gpu/libcuda.so.1: kernels/emu/libcuda.c
 	@mkdir -p build/gpu
 	$(CC) -O2 -Wall -Wextra -shared -fPIC -Wl,-soname,libcuda.so.1 -o $@ $<
 
-gpu-test: build/gpu/libcuda.a build/gpu/libcuda.so.1 build/libhs_emu.so ## the driver layer of the gpu build against a stand-in driver, no GPU needed
-	@test -f $(CUDA_HOME)/include/cuda.h || { echo "no $(CUDA_HOME)/include/cuda.h. Type: make cuda-toolchain, or set CUDA_HOME=DIR"; exit 1; }
-	$(GPU_ENV) HS_FAKE_DRIVER=1 LD_LIBRARY_PATH=$(CURDIR)/build/gpu go test -tags gpu -v -run 'TestCUDA' ./kernels
+gpu-test: build/gpu/libcuda.so.1 emu ## the gpu build against a stand-in driver, no GPU needed: driver layer, program, gpu-check's own script
+	@$(MAKE) --no-print-directory gpu HS=build/gpu/hs
+	$(GPU_ENV) HS_FAKE_DRIVER=1 LD_LIBRARY_PATH=$(CURDIR)/build/gpu go test -tags gpu -run 'TestCUDA' ./kernels
+	tools/gpu-smoke.sh
 
 demo: build ## train the shipped tiny policy with Harness-S on the embedded database world: SEED=1 RUN=demo-1
 	$(HS) train --preset demo --set run.seed=$(SEED) --run $(RUN) --clean --json

@@ -13,6 +13,9 @@ import (
 	"gorgonia.org/cu"
 )
 
+// GPUBuild reports whether this build has the driver layer for NVIDIA GPUs (tag gpu).
+const GPUBuild = true
+
 // cudaDriver is a GPU through the driver API: memory, copies and streams on the device's primary context, which the table's library
 // shares. Every call makes that context current on its thread, so any goroutine may call.
 type cudaDriver struct {

@@ -74,7 +74,7 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 	var memory *trainer.MemoryPlan
 	var turns *turnFacts
 	add("D01", "machine", checkMachine)
-	add("D02", "GPU", checkGPU)
+	add("D02", "GPU", func() (string, string, string) { return checkGPU(g) })
 	dev, derr := g.device(cfg.Model.Device, cfg.Run.Threads, cfg.Model.Gemm)
 	add("D04", "kernels", func() (string, string, string) {
 		if derr != nil {
@@ -226,12 +226,26 @@ func memTotal() string {
 	return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
 }
 
-func checkGPU() (string, string, string) {
+// checkGPU says what the first GPU is, or why it cannot be used.
+func checkGPU(g *globals) (status, fact, hint string) {
 	found, _ := filepath.Glob("/dev/nvidia[0-9]*")
-	if len(found) == 0 {
-		return "SKIP", "no /dev/nvidia*; this build runs on the CPU", ""
+	if !kernels.GPUBuild {
+		if len(found) == 0 {
+			return "SKIP", "no /dev/nvidia*; this build runs on the CPU", ""
+		}
+		return "WARN", fmt.Sprintf("%d GPU device file(s) found, but this build has the CPU back-end only", len(found)), "make gpu cuda"
 	}
-	return "WARN", fmt.Sprintf("%d GPU device file(s) found, but this build has the CPU back-end only", len(found)), "hs train --device cpu, with a small model"
+	dev, err := g.device("cuda:0", 0, "own")
+	if err == nil {
+		i := dev.Info()
+		if err = dev.Close(); err == nil {
+			return "OK", fmt.Sprintf("cuda:0: %s, %s", i.Build, gib(i.MemTotal)), ""
+		}
+	}
+	if len(found) == 0 && errors.Is(err, kernels.ErrNoDevice) {
+		return "SKIP", err.Error(), ""
+	}
+	return "FAIL", err.Error(), advice(err)
 }
 
 func checkGemm(dev *kernels.Device) (string, string, string) {

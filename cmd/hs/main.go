@@ -338,12 +338,20 @@ func (g *globals) colored(w io.Writer) bool {
 type versionCmd struct{}
 
 func (versionCmd) Run(g *globals) error {
-	v := map[string]any{"version": version, "commit": commit, "build": "cpu", "abi": abiVersion(), "go": runtime.Version(), "os": runtime.GOOS, "arch": runtime.GOARCH}
+	v := map[string]any{"version": version, "commit": commit, "build": buildName(), "abi": abiVersion(), "go": runtime.Version(), "os": runtime.GOOS, "arch": runtime.GOARCH}
 	if g.JSON {
 		return g.emit(v)
 	}
-	fmt.Fprintf(g.out, "hs %s (%s)\nbuild cpu, ABI %d, %s %s/%s\n", version, commit, abiVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
+	fmt.Fprintf(g.out, "hs %s (%s)\nbuild %s, ABI %d, %s %s/%s\n", version, commit, buildName(), abiVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 	return nil
+}
+
+// buildName is "gpu" in a build with the driver layer for NVIDIA GPUs, else "cpu".
+func buildName() string {
+	if kernels.GPUBuild {
+		return "gpu"
+	}
+	return "cpu"
 }
 
 // fullVersion is what manifests record.
