@@ -20,8 +20,8 @@ CKPTS   := build/checkpoints
 .DEFAULT_GOAL := build
 # The emulator of the CUDA kernels: every .cu file compiled by g++ with emu/shim.h in place of CUDA's headers.
 CU       := $(wildcard kernels/cuda/*.cu)
-CU_DEPS  := kernels/abi.h kernels/optim_math.h kernels/emu/shim.h $(wildcard kernels/cuda/*.cuh)
-EMU_OBJ  := $(CU:kernels/cuda/%.cu=build/emu/%.o) build/emu/emu.o
+CU_DEPS  := kernels/abi.h kernels/optim_math.h kernels/emu/shim.h kernels/emu/emu.h $(wildcard kernels/cuda/*.cuh)
+EMU_OBJ  := $(CU:kernels/cuda/%.cu=build/emu/%.o) build/emu/emu.o build/emu/async.o
 EMU_FLAGS := -x c++ -std=c++17 -O2 -g1 -Wall -Wextra -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wno-unknown-pragmas \
              -Wno-psabi -include kernels/emu/shim.h
 

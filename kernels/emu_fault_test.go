@@ -10,7 +10,8 @@ import (
 
 // broken lists the kernels of emu/broken.cu in their order.
 var broken = []string{"correct", "two_barriers", "early_return", "lonely_barrier", "half_shuffle", "out_of_bounds", "shared_overrun", "unwritten",
-	"missing_barrier", "racing_sum", "missing_wait", "stack_overflow"}
+	"missing_barrier", "racing_sum", "missing_wait", "stack_overflow", "tma_correct", "tma_late_wait", "tma_wrong_parity", "tma_many_bytes",
+	"tma_few_bytes", "tma_no_fence", "wgmma_correct", "wgmma_late_wait", "wgmma_no_wait", "wgmma_wild_descriptor"}
 
 // runBroken runs one of them on 0.1, 1.1, ... and returns what it wrote into a buffer of NaN, and its error.
 func runBroken(t *testing.T, name, order string, n int) ([]float64, error) {
@@ -42,6 +43,12 @@ func TestEmuReports(t *testing.T) {
 		{"out_of_bounds", 64, []string{"kernel out_of_bounds", "access outside every buffer, address 0x"}},
 		{"shared_overrun", 64, []string{"kernel shared_overrun", "shared memory written 0 bytes past the end of an array of 256 bytes"}},
 		{"stack_overflow", 64, []string{"kernel stack_overflow", "stack overflow: a thread has 128 KB"}},
+		{"tma_wrong_parity", 64, []string{"kernel tma_wrong_parity", "TMA copies are in flight at the end of the block"}},
+		{"tma_many_bytes", 64, []string{"deadlock: 128 threads from (", "in mbarrier.try_wait at broken.cu:", "mbarrier 0 lacks 0 of 1 arrivals and 256 of 512 bytes"}},
+		{"tma_few_bytes", 64, []string{"kernel tma_few_bytes", "mbarrier 0: copies bring 256 bytes, 128 were expected"}},
+		{"tma_no_fence", 64, []string{"kernel tma_no_fence", "cp.async.bulk.tensor at broken.cu:", "no fence.proxy.async since its mbarrier was made"}},
+		{"wgmma_no_wait", 64, []string{"kernel wgmma_no_wait", "leaves the kernel with 1 wgmma in flight"}},
+		{"wgmma_wild_descriptor", 64, []string{"kernel wgmma_wild_descriptor", "bytes before the block's dynamic shared memory"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			for _, order := range fiberOrders() {
@@ -58,7 +65,8 @@ func TestEmuReports(t *testing.T) {
 
 // TestEmuFiberOrders: faults that a single run can survive show as an output that is not written or as bits that depend on the order.
 func TestEmuFiberOrders(t *testing.T) {
-	for _, name := range []string{"correct", "unwritten", "missing_barrier", "racing_sum", "missing_wait"} {
+	for _, name := range []string{"correct", "unwritten", "missing_barrier", "racing_sum", "missing_wait", "tma_correct", "tma_late_wait",
+		"wgmma_correct", "wgmma_late_wait"} {
 		t.Run(name, func(t *testing.T) {
 			caught := false
 			var first []float64
@@ -73,10 +81,40 @@ func TestEmuFiberOrders(t *testing.T) {
 				bits := func(a, b float64) bool { return math.Float64bits(a) == math.Float64bits(b) }
 				caught = caught || slices.ContainsFunc(got, math.IsNaN) || !slices.EqualFunc(got, first, bits)
 			}
-			if caught != (name != "correct") {
+			if caught != !strings.HasSuffix(name, "correct") {
 				t.Errorf("caught: %v", caught)
 			}
 		})
+	}
+}
+
+// TestEmuHopper: a box copied by TMA, and register 0 of a product of two swizzled tiles against the sum in order of K.
+func TestEmuHopper(t *testing.T) {
+	src := make([]float64, 64)
+	for i := range src {
+		src[i] = float64(float32(float64(i) + 0.1))
+	}
+	got, err := runBroken(t, "tma_correct", "forward", 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	same(t, "the box", got, src)
+	got, err = runBroken(t, "wgmma_correct", "forward", 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := emuRig(t, BF16, "forward")
+	b := r.round(src)
+	r.close()
+	for i, x := range got {
+		row, col := i/32*16+i%32/4, 2*(i%4)
+		var want float32
+		for k := range 16 {
+			want += float32(b[(row+k)%64]) * float32(b[(col+k)%64])
+		}
+		if float32(x) != want {
+			t.Errorf("thread %d, row %d, column %d: %v, want %v", i, row, col, x, want)
+		}
 	}
 }
 

@@ -190,11 +190,13 @@ static __device__ __forceinline__ float block_max(float v) {
   return s;
 }
 
-// ---- PTX. Raw asm stands only here; the emulator's bodies are warp collectives in f32. All 32 lanes must take part. ----
+// ---- PTX. Raw asm stands only here and in hopper.cuh; the emulator's bodies are warp collectives in f32. All 32 lanes must take part. ----
 #ifdef HS_EMU
 #define HS_PTX_AT , HS_AT
+#define HS_PTX_AT_ONLY HS_AT
 #else
 #define HS_PTX_AT
+#define HS_PTX_AT_ONLY
 static __device__ __forceinline__ unsigned hs_smem(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 #endif
 

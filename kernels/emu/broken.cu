@@ -1,6 +1,6 @@
 // broken.cu - kernels that are wrong on purpose, for libhs_emu_test.so: emu_fault_test.go requires that each is caught.
 // They run as ops HS_NUM_OPS + which with hs_vec_args: src[n] -> dst[n], f32, one block of 64 threads.
-#include "../cuda/common.cuh"
+#include "../cuda/hopper.cuh"
 
 static const int threads = 64;
 
@@ -97,12 +97,109 @@ static __global__ void correct(int64_t, const float* src, float* dst) {
   dst[threadIdx.x] = buf[threads - 1 - threadIdx.x];
 }
 
+// ---- mbarriers, TMA, wgmma: src as a matrix of bf16, two lines of 64; one warpgroup ----
+
+static const int hopper_threads = 128;
+
+struct tma_box {
+  unsigned char tile[1024];
+  uint64_t bar;
+};
+// Element i of a box of floats, as TMA has swizzled it.
+static __device__ float& box_at(tma_box* b, int i) { return *(float*)(b->tile + ((4 * i) ^ (i >> 5 & 7) << 4)); }
+static __device__ tma_box* start_box(const hs_tma& m, unsigned bytes, bool fence = true) {
+  HS_DYN_SHARED(unsigned char, raw);
+  tma_box* b = (tma_box*)(raw + (-hs_smem(raw) & 1023));
+  if (threadIdx.x == 0) {
+    mbar_init(&b->bar, 1);
+    if (fence) fence_proxy_async();
+    mbar_arrive_expect(&b->bar, bytes);
+    tma_load(b->tile, &m, 0, 0, &b->bar);
+  }
+  __syncthreads();
+  return b;
+}
+static __global__ void tma_correct(const __grid_constant__ hs_tma m, const float*, float* dst) {
+  tma_box* b = start_box(m, 256);
+  mbar_wait(&b->bar, 0);
+  if (threadIdx.x < threads) dst[threadIdx.x] = box_at(b, threadIdx.x);
+}
+// Reads the box before it waits.
+static __global__ void tma_late_wait(const __grid_constant__ hs_tma m, const float*, float* dst) {
+  tma_box* b = start_box(m, 256);
+  if (threadIdx.x < threads) dst[threadIdx.x] = box_at(b, threadIdx.x);
+  mbar_wait(&b->bar, 0);
+}
+// Waits for the phase before.
+static __global__ void tma_wrong_parity(const __grid_constant__ hs_tma m, const float*, float* dst) {
+  tma_box* b = start_box(m, 256);
+  mbar_wait(&b->bar, 1);
+  if (threadIdx.x < threads) dst[threadIdx.x] = box_at(b, threadIdx.x);
+}
+static __global__ void tma_many_bytes(const __grid_constant__ hs_tma m, const float*, float*) { mbar_wait(&start_box(m, 512)->bar, 0); }
+static __global__ void tma_few_bytes(const __grid_constant__ hs_tma m, const float*, float*) { mbar_wait(&start_box(m, 128)->bar, 0); }
+static __global__ void tma_no_fence(const __grid_constant__ hs_tma m, const float*, float*) { mbar_wait(&start_box(m, 256, false)->bar, 0); }
+
+// dst[i] = register 0 of A B^T of thread i, row r of A and column r of B being src[r % 64 + k]: a Hankel matrix.
+static __device__ unsigned char* hankel(const float* src) {
+  HS_DYN_SHARED(unsigned char, raw);
+  unsigned char* t = raw + (-hs_smem(raw) & 1023);
+  for (int i = threadIdx.x; i < 64 * 16; i += hopper_threads) *(bf16*)(t + ((i / 16 * 128 + i % 16 * 2) ^ (i / 16 & 7) << 4)) = from_f<bf16>(src[(i / 16 + i % 16) % threads]);
+  fence_proxy_async();
+  __syncthreads();
+  return t;
+}
+static __global__ void wgmma_correct(const __grid_constant__ hs_tma, const float* src, float* dst) {
+  const uint64_t t = wgmma_desc(hankel(src), 0, 1024);
+  float d[32];
+  wgmma_fence();
+  wgmma<64, false, false>(d, t, t, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  if (threadIdx.x < threads) dst[threadIdx.x] = d[0];
+}
+static __global__ void wgmma_late_wait(const __grid_constant__ hs_tma, const float* src, float* dst) {
+  const uint64_t t = wgmma_desc(hankel(src), 0, 1024);
+  float d[32];
+  wgmma_fence();
+  wgmma<64, false, false>(d, t, t, false);
+  wgmma_commit();
+  if (threadIdx.x < threads) dst[threadIdx.x] = d[0];
+  wgmma_wait<0>();
+}
+static __global__ void wgmma_no_wait(const __grid_constant__ hs_tma, const float* src, float*) {
+  const uint64_t t = wgmma_desc(hankel(src), 0, 1024);
+  float d[32];
+  wgmma_fence();
+  wgmma<64, false, false>(d, t, t, false);
+  wgmma_commit();
+}
+// The stride points past the block's shared memory.
+static __global__ void wgmma_wild_descriptor(const __grid_constant__ hs_tma, const float* src, float*) {
+  const uint64_t t = wgmma_desc(hankel(src), 0, 16384);
+  float d[32];
+  wgmma_fence();
+  wgmma<64, false, false>(d, t, t, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
 extern "C" hs_status hs_selftest(cudaStream_t s, int32_t which, const void* args) {
   static void (*const kernels[])(int64_t, const float*, float*) = {correct,       two_barriers, early_return,    lonely_barrier, half_shuffle, out_of_bounds,
                                                                    shared_overrun, unwritten,    missing_barrier, racing_sum,     missing_wait, stack_overflow};
   static const char* const names[] = {"correct",        "two_barriers", "early_return",    "lonely_barrier", "half_shuffle", "out_of_bounds",
                                       "shared_overrun", "unwritten",    "missing_barrier", "racing_sum",     "missing_wait", "stack_overflow"};
-  HS_NEED(which >= 0 && which < (int)(sizeof kernels / sizeof *kernels), "self-test %d", (int)which);
+  static void (*const hopper[])(hs_tma, const float*, float*) = {tma_correct,  tma_late_wait, tma_wrong_parity, tma_many_bytes, tma_few_bytes,
+                                                                 tma_no_fence, wgmma_correct, wgmma_late_wait,  wgmma_no_wait,  wgmma_wild_descriptor};
+  static const char* const hopper_names[] = {"tma_correct",  "tma_late_wait", "tma_wrong_parity", "tma_many_bytes", "tma_few_bytes",
+                                             "tma_no_fence", "wgmma_correct", "wgmma_late_wait",  "wgmma_no_wait",  "wgmma_wild_descriptor"};
+  const int plain = (int)(sizeof kernels / sizeof *kernels), all = plain + (int)(sizeof hopper / sizeof *hopper);
+  HS_NEED(which >= 0 && which < all, "self-test %d", (int)which);
   const hs_vec_args* a = (const hs_vec_args*)args;
+  if (which >= plain) {
+    hs_tma m;
+    HS_TRY(hs_tma_matrix(&m, a->src, 2, 64, 64, 2));
+    return hs_launch(hopper_names[which - plain], s, hopper[which - plain], dim3(1), dim3(hopper_threads), 10240, m, (const float*)a->src, (float*)a->dst);
+  }
   return hs_launch(names[which], s, kernels[which], dim3(1), dim3(threads), 0, a->n, (const float*)a->src, (float*)a->dst);
 }

@@ -4,7 +4,7 @@
 // the next one, so kernels without barriers never switch. What a GPU leaves undefined is a fault here, and a fault names the kernel,
 // the block, the thread and the line: a barrier that not all threads reach at one line, a collective whose mask names threads that
 // have left, an address outside every buffer (SIGSEGV), shared memory written past its end.
-#include "shim.h"
+#include "emu.h"
 
 #include <pthread.h>
 #include <setjmp.h>
@@ -215,7 +215,7 @@ void hs_emu_fail(const char* fmt, ...) {
   to_main();
 }
 
-static const char* base_name(const char* path) {
+const char* hs_emu_base_name(const char* path) {
   const char* s = path ? strrchr(path, '/') : 0;
   return s ? s + 1 : path ? path : "?";
 }
@@ -239,7 +239,8 @@ static const char* base_name(const char* path) {
   }
   for (unsigned k = 0; k < places && n < sizeof text; k++)
     n += (size_t)snprintf(text + n, sizeof text - n, "%s%u thread%s from (%u,%u,%u) in %s at %s:%d", k ? ", " : "", counts[k], counts[k] == 1 ? "" : "s",
-                          seen[k]->tid.x, seen[k]->tid.y, seen[k]->tid.z, seen[k]->waits, base_name(seen[k]->file), seen[k]->line);
+                          seen[k]->tid.x, seen[k]->tid.y, seen[k]->tid.z, seen[k]->waits, hs_emu_base_name(seen[k]->file), seen[k]->line);
+  if (n < sizeof text) n += hs_emu_async_waits(text + n, sizeof text - n);
   hs_emu_fail("deadlock: %s; %u of %u threads have left the kernel", n ? text : "no thread can run", E.nexited, E.nthreads);
 }
 
@@ -249,19 +250,33 @@ static void wait_here() {
   go(&me->sp, t);
 }
 
+void hs_emu_park(const char* what, hs_emu_at at) {
+  hs_emu_thread* t = hs_emu_cur;
+  t->waits = what, t->file = at.file, t->line = at.line;
+  clear_runnable(t);
+  wait_here();
+}
+void hs_emu_unpark(hs_emu_thread* t) {
+  t->waits = 0;
+  set_runnable(E.warps[t->warp], 1u << t->lane);
+}
+hs_emu_thread* hs_emu_thread_at(unsigned i) { return &E.threads[i]; }
+unsigned hs_emu_num_threads() { return E.nthreads; }
+
 // Thread t has returned from the kernel.
 static void finish(hs_emu_thread* t) {
   warp& w = E.warps[t->warp];
+  hs_emu_async_leave(t);
   clear_runnable(t);
   w.exited |= 1u << t->lane;
   E.nexited++;
   if (E.barriers[0].arrived)
     hs_emu_fail("leaves the kernel while %u threads wait in %s at %s:%d: every thread of a block must reach it", E.barriers[0].arrived,
-                E.barriers[0].what, base_name(E.barriers[0].at.file), E.barriers[0].at.line);
+                E.barriers[0].what, hs_emu_base_name(E.barriers[0].at.file), E.barriers[0].at.line);
   for (unsigned i = 0; i < w.ngroups; i++)
     if (w.groups[i].mask >> t->lane & 1)
       hs_emu_fail("leaves the kernel, but lanes %#x of its warp wait for it in %s at %s:%d", w.groups[i].arrived, w.groups[i].what,
-                  base_name(w.groups[i].at.file), w.groups[i].at.line);
+                  hs_emu_base_name(w.groups[i].at.file), w.groups[i].at.line);
 }
 
 static void fiber_main() {
@@ -298,15 +313,15 @@ static void fiber_main() {
 void hs_emu_barrier(int id, int count, bool wait, const char* what, hs_emu_at at) {
   hs_emu_thread* t = hs_emu_cur;
   if (id < 0 || id >= (int)num_barriers || count < 0 || count % 32 || count > (int)E.nthreads)
-    hs_emu_fail("%s at %s:%d: barrier %d for %d threads, want 0..%u and a multiple of 32 up to the block's %u", what, base_name(at.file), at.line, id, count,
+    hs_emu_fail("%s at %s:%d: barrier %d for %d threads, want 0..%u and a multiple of 32 up to the block's %u", what, hs_emu_base_name(at.file), at.line, id, count,
                 num_barriers - 1, E.nthreads);
   barrier& b = E.barriers[id];
   const unsigned want = count ? (unsigned)count : E.nthreads;
   if (!count && E.nexited)
-    hs_emu_fail("%s at %s:%d, but %u threads of the block have left the kernel", what, base_name(at.file), at.line, E.nexited);
+    hs_emu_fail("%s at %s:%d, but %u threads of the block have left the kernel", what, hs_emu_base_name(at.file), at.line, E.nexited);
   if (!b.arrived) b.want = want, b.what = what, b.at = at;
   if (b.want != want || (!count && b.at.line != at.line))
-    hs_emu_fail("divergence: %s at %s:%d while %u threads wait in %s at %s:%d", what, base_name(at.file), at.line, b.arrived, b.what, base_name(b.at.file),
+    hs_emu_fail("divergence: %s at %s:%d while %u threads wait in %s at %s:%d", what, hs_emu_base_name(at.file), at.line, b.arrived, b.what, hs_emu_base_name(b.at.file),
                 b.at.line);
   if (++b.arrived == b.want) {
     b.arrived = 0;
@@ -320,25 +335,23 @@ void hs_emu_barrier(int id, int count, bool wait, const char* what, hs_emu_at at
   }
   if (!wait) return;
   b.waiting[t->warp] |= 1u << t->lane;
-  t->waits = what, t->file = at.file, t->line = at.line;
-  clear_runnable(t);
-  wait_here();
+  hs_emu_park(what, at);
 }
 
 void hs_emu_collective(const char* what, uint32_t mask, void* payload, hs_emu_resolve fn, hs_emu_at at) {
   hs_emu_thread* t = hs_emu_cur;
   warp& w = E.warps[t->warp];
-  if (!(mask >> t->lane & 1)) hs_emu_fail("%s at %s:%d: mask %#x lacks the calling lane %u", what, base_name(at.file), at.line, mask, t->lane);
+  if (!(mask >> t->lane & 1)) hs_emu_fail("%s at %s:%d: mask %#x lacks the calling lane %u", what, hs_emu_base_name(at.file), at.line, mask, t->lane);
   if (mask & (w.exited | ~w.exists))
-    hs_emu_fail("%s at %s:%d: mask %#x names lanes %#x, which have left the kernel or do not exist", what, base_name(at.file), at.line, mask,
+    hs_emu_fail("%s at %s:%d: mask %#x names lanes %#x, which have left the kernel or do not exist", what, hs_emu_base_name(at.file), at.line, mask,
                 mask & (w.exited | ~w.exists));
   unsigned i = 0;
   while (i < w.ngroups && w.groups[i].mask != mask) i++;
   if (i == w.ngroups) w.groups[w.ngroups++] = {mask, 0, fn, what, at};
   group& g = w.groups[i];
   if (g.fn != fn || g.at.line != at.line)
-    hs_emu_fail("divergence: %s at %s:%d while lanes %#x of its warp wait in %s at %s:%d", what, base_name(at.file), at.line, g.arrived, g.what,
-                base_name(g.at.file), g.at.line);
+    hs_emu_fail("divergence: %s at %s:%d while lanes %#x of its warp wait in %s at %s:%d", what, hs_emu_base_name(at.file), at.line, g.arrived, g.what,
+                hs_emu_base_name(g.at.file), g.at.line);
   g.arrived |= 1u << t->lane;
   t->payload = payload;
   if (g.arrived == mask) {
@@ -348,9 +361,7 @@ void hs_emu_collective(const char* what, uint32_t mask, void* payload, hs_emu_re
     set_runnable(w, mask);
     return;
   }
-  t->waits = what, t->file = at.file, t->line = at.line;
-  clear_runnable(t);
-  wait_here();
+  hs_emu_park(what, at);
 }
 
 void hs_emu_shfl_resolve(hs_emu_thread* const* lanes, uint32_t mask) {
@@ -409,7 +420,7 @@ static void ldm_resolve(hs_emu_thread* const* lanes, uint32_t) {
     }
 }
 void hs_emu_ldmatrix(uint32_t* r, int n, bool trans, const void* row, hs_emu_at at) {
-  if ((int)hs_emu_cur->lane < 8 * n && (uintptr_t)row & 15) hs_emu_fail("ldmatrix at %s:%d: row address %p is not 16-byte aligned", base_name(at.file), at.line, row);
+  if ((int)hs_emu_cur->lane < 8 * n && (uintptr_t)row & 15) hs_emu_fail("ldmatrix at %s:%d: row address %p is not 16-byte aligned", hs_emu_base_name(at.file), at.line, row);
   ldm_regs p = {r, row, n, trans};
   hs_emu_collective("ldmatrix", 0xffffffffu, &p, ldm_resolve, at);
 }
@@ -439,7 +450,7 @@ void hs_emu_cp_wait(int groups) {
 
 // ---- shared memory ----
 
-static void fill_poison(void* p, size_t n) {
+void hs_emu_fill_poison(void* p, size_t n) {
   for (size_t i = 0; i + 4 <= n; i += 4) memcpy((char*)p + i, &poison_word, 4);
 }
 
@@ -450,7 +461,7 @@ void* hs_emu_shared(hs_emu_site* s, size_t bytes) {
     hs_emu_fail("static shared memory past %zu bytes", static_limit);
   s->serial = E.serial;
   s->at = E.shared + at;
-  if (opt.poison) fill_poison(s->at, room);
+  if (opt.poison) hs_emu_fill_poison(s->at, room);
   memset(E.shared + at + bytes, 0x5a, room - bytes + redzone);
   E.sites[E.nsites] = s;
   E.site_bytes[E.nsites++] = bytes;
@@ -496,12 +507,15 @@ static bool map_memory() {
   return true;
 }
 
+char* hs_emu_shared_end() { return E.shared + static_limit + ((shared_bytes + page) & ~(page - 1)); }
+
 static void run_block(size_t smem) {
   const size_t room = (smem + 15) & ~(size_t)15;
+  hs_emu_async_start();
   E.serial++;
   E.used = 0, E.nsites = 0, E.nexited = 0, E.live_warps = 0;
-  hs_emu_dynamic = E.shared + static_limit + ((shared_bytes + page) & ~(page - 1)) - room;
-  if (opt.poison) fill_poison(hs_emu_dynamic, room);
+  hs_emu_dynamic = hs_emu_shared_end() - room;
+  if (opt.poison) hs_emu_fill_poison(hs_emu_dynamic, room);
   E.rng = (opt.seed + 1) * 0x9e3779b97f4a7c15u ^ E.serial;
   if (!E.rng) E.rng = 1;
   E.nfree = max_threads;
@@ -527,6 +541,7 @@ static void run_block(size_t smem) {
   if (!E.failed) {
     hs_emu_cur = 0;
     check_redzones();
+    if (const char* wrong = hs_emu_async_end()) report("%s", wrong);
   }
 }
 

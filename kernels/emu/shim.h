@@ -227,4 +227,21 @@ void hs_emu_ldmatrix(uint32_t* r, int n, bool trans, const void* row, hs_emu_at 
 void hs_emu_cp_async(void* dst, const void* src, int bytes, int valid);
 void hs_emu_cp_commit();
 void hs_emu_cp_wait(int groups);
+
+// ---- emulated mbarriers, TMA and wgmma (emu/async.cpp), wrapped by hopper.cuh ----
+struct alignas(64) hs_emu_map {   // of a matrix of bf16: row y starts at base + y*pitch bytes
+  const char* base;
+  int64_t rows, cols, pitch;
+  int box_rows;
+};
+unsigned hs_emu_smem(const void* p);   // address in the 256 KB window of shared memory
+void hs_emu_mbar_init(uint64_t* bar, unsigned count, hs_emu_at at);
+void hs_emu_mbar_arrive(uint64_t* bar, unsigned bytes, hs_emu_at at);
+void hs_emu_mbar_wait(uint64_t* bar, unsigned parity, hs_emu_at at);
+void hs_emu_fence_proxy();
+void hs_emu_tma_load(void* dst, const hs_emu_map* m, int x, int y, uint64_t* bar, hs_emu_at at);
+void hs_emu_wgmma(float* d, int n, bool ta, bool tb, uint64_t a, uint64_t b, bool add, hs_emu_at at);
+void hs_emu_wgmma_fence();
+void hs_emu_wgmma_commit();
+void hs_emu_wgmma_wait(int groups, hs_emu_at at);
 #endif
