@@ -10,8 +10,8 @@
 //   "flags & HS_ACC_x" turns an out into an acc. Weight gradients are always acc; 0 = not wanted (frozen weights), except of embed_bwd.
 // Matrices are row-major and dense. dtype is that of activations and weights of the call: HS_F32 on every table, HS_F64 on the CPU
 //   for reference runs, HS_BF16 on cuda and emu. Quantities marked f32 follow dtype F64 as doubles ("real"). Indices are int32, sizes int64.
-// With HS_BF16 these stay f32: A_log and the gated norm's w; beta, g, dbeta, dg; rstd, lse, logp, entropy, dlogp, dent; states, rec_state;
-//   sampled logits; every weight gradient. All else is bf16: activations and their gradients, the residual stream, matrices, the other norm
+// With HS_BF16 these stay f32: A_log and the gated norm's w; beta, g, dbeta, dg; rstd, lse, logp, entropy, dlogp, dent; states, rec_state (not k in its
+//   rings); sampled logits; every weight gradient. All else is bf16: activations and their gradients, the residual stream, matrices, the other norm
 //   weights, conv taps, dt_bias, KV pages, conv_state. Arithmetic is f32, with one rounding per stored element.
 // Reductions have a fixed order that depends on the row alone: bits of a row do not depend on other rows, batch size or threads.
 // Ops never allocate device memory, never synchronise. ws/ws_bytes is scratch of at least workspace(op, args) bytes.
@@ -26,8 +26,21 @@ typedef enum { HS_F32 = 0, HS_F64 = 1, HS_BF16 = 2, HS_I32 = 3 } hs_dtype;
 
 // GDN chunk length in rows, counted from the start of a segment.
 #define HS_GDN_CHUNK 64
+// Rows of a replay ring: the canonical chunk of the delta rule, counted in absolute positions (gpu.md 7.2).
+#define HS_GDN_RING 16
 // Conv taps; the window reaches HS_CONV-1 rows back.
 #define HS_CONV 4
+
+// Whether the delta rule runs in canonical chunks of HS_GDN_RING positions on tensor cores, with replay rings in its slots.
+static inline int hs_gdn_ring(int32_t dtype, int64_t dk, int64_t dv) {
+  return dtype == HS_BF16 && (dk == 16 || dk == 32 || dk == 64 || dk == 128) && dv >= 16 && dv <= 128 && dv % 16 == 0;
+}
+// Bytes of one value head's part of a slot of rec_state, and of a slot.
+static inline int64_t hs_gdn_head_bytes(int32_t dtype, int64_t dk, int64_t dv) {
+  const int64_t state = dk * dv * (dtype == HS_F64 ? 8 : 4);
+  return hs_gdn_ring(dtype, dk, dv) ? state + HS_GDN_RING * (4 * dv + 2 * dk + 4) : state;
+}
+static inline int64_t hs_gdn_slot_bytes(int32_t dtype, int64_t nv, int64_t dk, int64_t dv) { return nv * hs_gdn_head_bytes(dtype, dk, dv); }
 
 // A packed forest of segments (gpu.md 7.5). A segment continues after the LAST row of its parent, an earlier segment, or is a root (-1).
 // Built and validated by kernels.NewForest; every array is on the device, int32.
@@ -88,7 +101,11 @@ typedef struct {
 
 // Gated delta rule (3.5-3.7), chunked by HS_GDN_CHUNK from each segment's start. o[T, nv*dv] out.
 // states [nchunks + S, nv, dk, dv] out: state at each chunk's start, then each segment's final state; 0 only when no backward follows and no
-//   segment has a parent. rec_state [slots, nv, dk, dv] io for forests with slots, else 0. Value head h reads key head h / (nv/nk).
+//   segment has a parent. rec_state [slots] of hs_gdn_slot_bytes io for forests with slots, else 0. Value head h reads key head h / (nv/nk).
+// A slot is the state after the sequence's last row, [nv, dk, dv], or where hs_gdn_ring says so, per value head
+//   { S f32 [dk, dv]: the state at the last multiple of HS_GDN_RING positions; the rows since then, row i at i: d f32 [16, dv], k bf16 [16, dk], g f32 [16] },
+//   d as in model.md 3.5. How many rows those are follows from the position (forest pos of a root with a slot; pos of a step), so a slot is
+//   forked and cleared as plain bytes. There states' last S entries are the segments' S at the last multiple, not after the last row.
 typedef struct {
   int32_t dtype; uint32_t flags; int64_t T, nk, dk, nv, dv; hs_forest f;
   const void *q, *k, *v, *beta, *g; void *o, *states, *rec_state; void *ws; int64_t ws_bytes;
@@ -99,13 +116,14 @@ typedef struct {
   const void *q, *k, *v, *beta, *g, *states, *do_; void *dq, *dk_, *dv_, *dbeta, *dg; void *ws; int64_t ws_bytes;
 } hs_gdn_bwd_args;
 
-// Decode, one row per sequence. slot[B] distinct. Conv: reads and shifts conv_state[slot]; GDN: updates rec_state[slot].
+// Decode, one row per sequence. slot[B] distinct. Conv: reads and shifts conv_state[slot]; GDN: updates rec_state[slot]; pos[B] is the row's
+// absolute position, read where slots have rings (else it may be 0).
 typedef struct {
   int32_t dtype; uint32_t flags; int64_t B, nk, dk, nv, dv; double eps; const int32_t* slot;
   const void *p, *a, *b, *w, *a_log, *dt_bias; void *q, *k, *v, *beta, *g; void* conv_state;
 } hs_convgate_step_args;
 typedef struct {
-  int32_t dtype; uint32_t flags; int64_t B, nk, dk, nv, dv; const int32_t* slot;
+  int32_t dtype; uint32_t flags; int64_t B, nk, dk, nv, dv; const int32_t *slot, *pos;
   const void *q, *k, *v, *beta, *g; void *o, *rec_state;
 } hs_gdn_step_args;
 

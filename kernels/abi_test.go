@@ -295,6 +295,7 @@ func TestABILayout(t *testing.T) {
 		facts = append(facts, fact{"GDNStepArgs.NV", unsafe.Offsetof(x.NV)})
 		facts = append(facts, fact{"GDNStepArgs.DV", unsafe.Offsetof(x.DV)})
 		facts = append(facts, fact{"GDNStepArgs.Slot", unsafe.Offsetof(x.Slot)})
+		facts = append(facts, fact{"GDNStepArgs.Pos", unsafe.Offsetof(x.Pos)})
 		facts = append(facts, fact{"GDNStepArgs.Q", unsafe.Offsetof(x.Q)})
 		facts = append(facts, fact{"GDNStepArgs.K", unsafe.Offsetof(x.K)})
 		facts = append(facts, fact{"GDNStepArgs.V", unsafe.Offsetof(x.V)})

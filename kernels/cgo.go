@@ -280,5 +280,16 @@ func optimFormula(f int, x, r []uint32, scale float32) []uint32 {
 
 func numTableOps() int { return int(C.HS_NUM_OPS) }
 
+// GDNSlotBytes is the size of one slot of the delta rule's recurrent state: nv heads of state [dk, dv], with replay rings where the kernels
+// of dt keep them (abi.h, hs_gdn_ring).
+func GDNSlotBytes(dt DType, nv, dk, dv int) int64 {
+	return int64(C.hs_gdn_slot_bytes(C.int32_t(dt), C.int64_t(nv), C.int64_t(dk), C.int64_t(dv)))
+}
+
+// GDNRing says whether slots have replay rings; what they hold then depends on the position.
+func GDNRing(dt DType, dk, dv int) bool {
+	return C.hs_gdn_ring(C.int32_t(dt), C.int64_t(dk), C.int64_t(dv)) != 0
+}
+
 // ABIVersion is the version of abi.h that this package speaks.
 const ABIVersion = int(C.HS_ABI_VERSION)

@@ -9,6 +9,9 @@ import (
 // GDNChunk is the chunk length of the gated delta rule in rows, counted from the start of a segment.
 const GDNChunk = 64
 
+// GDNRingRows is the length of the canonical chunk of the delta rule in absolute positions, and of a slot's replay ring.
+const GDNRingRows = 16
+
 // ConvTaps is the width of the causal convolution; its window reaches ConvTaps-1 rows back.
 const ConvTaps = 4
 

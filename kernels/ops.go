@@ -281,12 +281,12 @@ type ConvGateStepArgs struct {
 	Slot, P, A, B_, W, ALog, DTBias, Q, K, V, Beta, G, ConvState Ptr
 }
 
-// GDNStepArgs: one row per sequence; RecState [slots, NV, DK, DV] is updated in place.
+// GDNStepArgs: one row per sequence, Pos [B] its absolute position; RecState, slots of GDNSlotBytes, is updated in place.
 type GDNStepArgs struct {
-	DType                               DType
-	Flags                               uint32
-	B, NK, DK, NV, DV                   int64
-	Slot, Q, K, V, Beta, G, O, RecState Ptr
+	DType                                    DType
+	Flags                                    uint32
+	B, NK, DK, NV, DV                        int64
+	Slot, Pos, Q, K, V, Beta, G, O, RecState Ptr
 }
 
 // AttnPrepArgs: q/k norm and partial rotary embedding (model.md 3.9). QG [T, NH*2*HD], KIn [T, NKV*HD].

@@ -1,9 +1,12 @@
 package kernels
 
 import (
+	"bytes"
+	"encoding/binary"
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 )
 
@@ -40,16 +43,17 @@ func randGDN(g *rand.Rand, l lin, T int) gdnIn {
 	return x
 }
 
-func (r *rig) gdn(f *Forest, l lin, x gdnIn, rec []float64) (o, states, recOut []float64) {
+// gdn runs the forward; rec are slots as bytes, nil for none.
+func (r *rig) gdn(f *Forest, l lin, x gdnIn, rec []byte) (o, states []float64, recOut []byte) {
 	a := &GDNArgs{T: int64(f.NumRows), NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), F: r.forest(f),
 		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put32(x.beta), G: r.put32(x.g)}
 	no, ns := f.NumRows*l.nv*l.dv, (f.NumChunks+f.NumSeg)*l.nv*l.dk*l.dv
 	a.O, a.States = r.out(no), r.out32(ns)
 	if rec != nil {
-		a.RecState = r.put32(rec)
+		a.RecState = r.putBytes(rec)
 	}
 	r.run(OpGDN, a)
-	return r.get(a.O, no), r.get32(a.States, ns), r.get32(a.RecState, len(rec))
+	return r.get(a.O, no), r.get32(a.States, ns), r.getBytes(a.RecState, len(rec))
 }
 
 func (r *rig) gdnBwd(f *Forest, l lin, x gdnIn, states, do []float64) gdnIn {
@@ -201,6 +205,10 @@ func gdnHard(t *testing.T, r *rig, l lin, lengths []int) {
 			S := make([]float64, l.nv*l.dk*l.dv)
 			want := naiveGDN(l, x, T, S)
 			near(t, fmt.Sprintf("%v T=%d %s: o", r.dt, T, kind), o, want, max(tol, map[DType]float64{BF16: tolOf(BF16)}[r.dt]))
+			if GDNRing(r.dt, l.dk, l.dv) { // the last state is that of the last multiple of 16 rows
+				S = make([]float64, len(S))
+				naiveGDN(l, x, T-T%GDNRingRows, S)
+			}
 			near(t, fmt.Sprintf("%v T=%d %s: state", r.dt, T, kind), states[len(states)-len(S):], S, tol)
 			r.free()
 		}
@@ -264,12 +272,24 @@ func checkGDNEmu(t *testing.T, r *rig, f *Forest, l lin, x gdnIn) {
 	x = x.rounded(r)
 	o, states, _ := r.gdn(f, l, x, nil)
 	near(t, "o", o, naiveForestGDN(f, l, x), max(2e-5, tolOf(r.dt)))
-	ss := l.nv * l.dk * l.dv
-	for s := range f.NumSeg {
-		rows, S := path(f, s), make([]float64, ss)
+	ss, ring := l.nv*l.dk*l.dv, GDNRing(r.dt, l.dk, l.dv)
+	check := func(what string, at int, rows []int) {
+		S := make([]float64, ss)
 		naiveGDN(l, x.rows(l, rows), len(rows), S)
-		near(t, fmt.Sprintf("state of segment %d", s), states[(f.NumChunks+s)*ss:(f.NumChunks+s+1)*ss], S, 2e-5)
-		if f.Parent[s] >= 0 { // a chunk's first state is what came before it, bit for bit
+		near(t, what, states[at*ss:(at+1)*ss], S, 2e-5)
+	}
+	for s := range f.NumSeg {
+		rows := path(f, s)
+		before := len(rows) - int(f.Len[s])
+		for c := range int(f.ChunkOff[s+1] - f.ChunkOff[s]) {
+			check(fmt.Sprintf("state before chunk %d of segment %d", c, s), int(f.ChunkOff[s])+c, rows[:before+c*GDNChunk])
+		}
+		n := len(rows)
+		if ring {
+			n -= n % GDNRingRows
+		}
+		check(fmt.Sprintf("state of segment %d", s), f.NumChunks+s, rows[:n])
+		if f.Parent[s] >= 0 && (!ring || before%GDNRingRows == 0) { // a chunk's first state is what came before it, bit for bit
 			at := int(f.ChunkOff[s])
 			same(t, fmt.Sprintf("first state of segment %d", s), states[at*ss:(at+1)*ss], states[(f.NumChunks+int(f.Parent[s]))*ss:][:ss])
 		}
@@ -376,13 +396,58 @@ func TestGDNBits(t *testing.T) {
 	eachEmu(t, func(t *testing.T, r *rig) { check(t, r, func() *rig { return r }) })
 }
 
-func (r *rig) gdnStep(l lin, x gdnIn, slots []int32, rec []float64) (o, recOut []float64) {
+// gdnStep runs one row per slot, at position pos[i].
+func (r *rig) gdnStep(l lin, x gdnIn, slots, pos []int32, rec []byte) (o []float64, recOut []byte) {
 	B := len(slots)
-	a := &GDNStepArgs{NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), Slot: r.ints(slots),
-		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put32(x.beta), G: r.put32(x.g), O: r.out(B * l.nv * l.dv), RecState: r.put32(rec)}
+	a := &GDNStepArgs{NK: int64(l.nk), DK: int64(l.dk), NV: int64(l.nv), DV: int64(l.dv), Slot: r.ints(slots), Pos: r.ints(pos),
+		Q: r.put(x.q), K: r.put(x.k), V: r.put(x.v), Beta: r.put32(x.beta), G: r.put32(x.g), O: r.out(B * l.nv * l.dv), RecState: r.putBytes(rec)}
 	a.B = int64(B)
 	r.run(OpGDNStep, a)
-	return r.get(a.O, B*l.nv*l.dv), r.get32(a.RecState, len(rec))
+	return r.get(a.O, B*l.nv*l.dv), r.getBytes(a.RecState, len(rec))
+}
+
+// slots are n cleared slots of recurrent state.
+func (r *rig) slots(l lin, n int) []byte { return make([]byte, n*r.slotBytes(l)) }
+
+func (r *rig) slotBytes(l lin) int { return int(GDNSlotBytes(r.dt, l.nv, l.dk, l.dv)) }
+
+// slotState is what slot i of a sequence of n rows holds: the states [nv, dk, dv] and, where there are rings, the rows since the last multiple
+// of 16 as numbers: d, k (its bits) and g of each head.
+func (r *rig) slotState(l lin, rec []byte, i, n int) (states, ring []float64) {
+	size := r.slotBytes(l)
+	at, word := rec[i*size:(i+1)*size], func(b []byte) float64 { return float64(math.Float32frombits(binary.LittleEndian.Uint32(b))) }
+	if r.dt == F64 {
+		word = func(b []byte) float64 { return math.Float64frombits(binary.LittleEndian.Uint64(b)) }
+	}
+	take := func(n int) (xs []float64) {
+		for range n {
+			xs = append(xs, word(at))
+			at = at[r.wide().Size():]
+		}
+		return xs
+	}
+	for range l.nv {
+		states = append(states, take(l.dk*l.dv)...)
+		if rows := n % GDNRingRows; GDNRing(r.dt, l.dk, l.dv) {
+			ring = append(ring, take(GDNRingRows * l.dv)[:rows*l.dv]...)
+			for j := range rows * l.dk {
+				ring = append(ring, float64(binary.LittleEndian.Uint16(at[2*j:])))
+			}
+			at = at[2*GDNRingRows*l.dk:]
+			ring = append(ring, take(GDNRingRows)[:rows]...)
+		}
+	}
+	return states, ring
+}
+
+// mkPiece is a sequence's rows at..end as a forest of one segment that continues from a slot.
+func mkPiece(t testing.TB, slot, at, end int) *Forest {
+	t.Helper()
+	f, err := NewForest([]Segment{{Len: int32(end - at), Parent: -1, Pos: int32(at)}}, []int32{int32(slot)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return f
 }
 
 // TestGDNSlots: a prefill split at any points, then steps, equals the full forward; states move through slots.
@@ -398,49 +463,61 @@ func TestGDNSlots(t *testing.T) {
 		want := naiveGDN(l, x, T, S)
 		for _, cuts := range [][]int{{T}, {1, T}, {64, 65, T}, {63, 100, 140}, {2, 3, 120}} {
 			r := newRig(t, dt, Options{Threads: 2})
-			rec := make([]float64, 3*ss)
+			rec := r.slots(l, 3)
 			var o []float64
 			at := 0
 			for _, c := range cuts {
-				f := mkForest(t, []int32{1}, [2]int{c - at, -1})
-				rows := make([]int, c-at)
-				for i := range rows {
-					rows[i] = at + i
-				}
-				part, _, out := r.gdn(f, l, x.rows(l, rows), rec)
+				part, _, out := r.gdn(mkPiece(t, 1, at, c), l, x.rows(l, span(at, c)), rec)
 				o, rec, at = append(o, part...), out, c
 			}
 			for ; at < T; at++ {
-				part, out := r.gdnStep(l, x.rows(l, []int{at}), []int32{1}, rec)
+				part, out := r.gdnStep(l, x.rows(l, []int{at}), []int32{1}, []int32{int32(at)}, rec)
 				o, rec = append(o, part...), out
 			}
 			near(t, fmt.Sprintf("%v cuts %v: o", dt, cuts), o, want, tol)
-			near(t, fmt.Sprintf("%v cuts %v: state", dt, cuts), rec[ss:2*ss], S, tol)
-			for _, v := range append(append([]float64{}, rec[:ss]...), rec[2*ss:]...) {
-				if v != 0 {
-					t.Fatalf("cuts %v: a slot of another sequence was written", cuts)
-				}
+			got, _ := r.slotState(l, rec, 1, T)
+			near(t, fmt.Sprintf("%v cuts %v: state", dt, cuts), got, S, tol)
+			n := r.slotBytes(l)
+			if !bytes.Equal(slices.Concat(rec[:n], rec[2*n:]), make([]byte, 2*n)) {
+				t.Fatalf("cuts %v: a slot of another sequence was written", cuts)
 			}
 		}
 	}
 }
 
-// TestGDNStepBatch: a row of a step has the same bits alone and in a batch, and copying a slot forks a sequence.
+// TestGDNStepBatch: rows of sequences of different lengths have the same bits alone and in a batch, in any order of slots.
 func TestGDNStepBatch(t *testing.T) {
-	l := lin{2, 8, 4, 8}
 	const B = 9
-	ss := l.nv * l.dk * l.dv
-	g := rand.New(rand.NewPCG(2, 9))
-	x, rec := randGDN(g, l, B), randn(g, B*ss, 1)
 	slots := []int32{3, 1, 4, 0, 5, 8, 2, 6, 7}
-	check := func(t *testing.T, r *rig) {
-		o, out := r.gdnStep(l, x, slots, rec)
-		for b, s := range slots {
-			one, st := r.gdnStep(l, x.rows(l, []int{b}), []int32{0}, rec[int(s)*ss:(int(s)+1)*ss])
-			same(t, fmt.Sprintf("row %d", b), o[b*l.nv*l.dv:(b+1)*l.nv*l.dv], one)
-			same(t, fmt.Sprintf("state of row %d", b), out[int(s)*ss:(int(s)+1)*ss], st)
+	for _, l := range []lin{{2, 8, 4, 8}, {2, 16, 4, 16}, {1, 32, 2, 48}} {
+		check := func(t *testing.T, r *rig) {
+			g := rand.New(rand.NewPCG(2, 9))
+			rec, pos, n := r.slots(l, B), make([]int32, B), r.slotBytes(l)
+			segs, order := make([]Segment, B), make([]int32, B)
+			rows := 0
+			for i := range segs { // lengths 1, 8, 15, .. 57: slot i holds the sequence of length pos[b], slots[b] = i
+				segs[i], order[i] = Segment{Len: int32(1 + 7*i), Parent: -1}, int32(i)
+				rows += 1 + 7*i
+				pos[slices.Index(slots, int32(i))] = segs[i].Len
+			}
+			f, err := NewForest(segs, order)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, _, rec = r.gdn(f, l, randGDN(g, l, rows), rec)
+			x := randGDN(g, l, B)
+			o, out := r.gdnStep(l, x, slots, pos, rec)
+			for b, s := range slots {
+				one, st := r.gdnStep(l, x.rows(l, []int{b}), []int32{0}, pos[b:b+1], rec[int(s)*n:int(s+1)*n])
+				same(t, fmt.Sprintf("row %d", b), o[b*l.nv*l.dv:(b+1)*l.nv*l.dv], one)
+				if !bytes.Equal(out[int(s)*n:int(s+1)*n], st) {
+					t.Errorf("%v, row %d at position %d: the slot holds other bytes than alone", r.dt, b, pos[b])
+				}
+			}
 		}
+		t.Run(fmt.Sprint(l), func(t *testing.T) {
+			check(t, newRig(t, F32, Options{Threads: 2}))
+			eachEmu(t, check)
+		})
 	}
-	check(t, newRig(t, F32, Options{Threads: 2}))
-	eachEmu(t, check)
 }

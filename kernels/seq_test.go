@@ -112,6 +112,27 @@ func (r *rig) out(n int) Ptr { return r.put(nans(n)) }
 // out32 is out for what stays f32 with BF16.
 func (r *rig) out32(n int) Ptr { return r.put32(nans(n)) }
 
+// putBytes and getBytes move what is no array of numbers, as slots with rings.
+func (r *rig) putBytes(b []byte) Ptr {
+	p := r.raw(len(b))
+	r.st.Upload(p, b)
+	return p
+}
+
+func (r *rig) getBytes(p Ptr, n int) []byte {
+	b := make([]byte, n)
+	if n > 0 {
+		r.st.Download(b, p)
+	}
+	if err := r.st.Sync(); err != nil {
+		r.t.Fatal(err)
+	}
+	h := fnv.New64a()
+	h.Write(b)
+	r.log = append(r.log, h.Sum64())
+	return b
+}
+
 func nans(n int) []float64 {
 	xs := make([]float64, n)
 	for i := range xs {

@@ -28,7 +28,7 @@ type sequence struct {
 // forks by reference count, and one recurrent and one conv state per sequence and linear layer, which cannot be shared.
 //
 //	kv[layer]   K and V: [pages, pageSize, nkv*hd]
-//	rec[layer]  [slots, nv, dk, dv]
+//	rec[layer]  [slots] of kernels.GDNSlotBytes
 //	conv[layer] [slots, 3, C], pre-activation conv inputs, oldest first
 //
 // Only the Runner's goroutine touches it.
@@ -106,9 +106,9 @@ func pageBytes(c *Config, dt kernels.DType, pageSize int) int64 {
 	return int64(pageSize*c.NumKVHeads*c.HeadDim) * int64(dt.Size())
 }
 
-// recBytes is one recurrent state of one layer; it is never stored below float32.
+// recBytes is one recurrent state of one layer, with its replay ring if it has one; the state is never stored below float32.
 func recBytes(c *Config, dt kernels.DType) int64 {
-	return int64(c.LinValueHeads*c.LinKeyDim*c.LinValueDim) * int64(dt.Wide().Size())
+	return kernels.GDNSlotBytes(dt, c.LinValueHeads, c.LinKeyDim, c.LinValueDim)
 }
 
 // convBytes is one convolution window of one layer.

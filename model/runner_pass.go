@@ -215,7 +215,8 @@ func (r *Runner) deltaNet(layer int, x *passIndex, last bool) {
 	if n := x.decode; n > 0 {
 		st.ConvGateStep(&kernels.ConvGateStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Eps: l2Eps, Slot: x.slots, P: a.p, A: a.a, B_: a.b,
 			W: w.conv, ALog: w.aLog, DTBias: w.dtBias, Q: a.q, K: a.k, V: a.v, Beta: a.beta, G: a.g, ConvState: l.conv})
-		st.GDNStep(&kernels.GDNStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Slot: x.slots, Q: a.q, K: a.k, V: a.v, Beta: a.beta, G: a.g, O: a.o, RecState: l.rec})
+		st.GDNStep(&kernels.GDNStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Slot: x.slots, Pos: x.pos, Q: a.q, K: a.k, V: a.v,
+			Beta: a.beta, G: a.g, O: a.o, RecState: l.rec})
 	}
 	if n := x.rows - x.decode; n > 0 {
 		rest := func(p kernels.Ptr, width int) kernels.Ptr { return off(p, x.decode, width, r.dt) }

@@ -1,15 +1,16 @@
-// gdn.cu - the gated delta rule, forward over a forest and one row of decode (model.md 3.5; gpu.md 7.2, the recurrent form of canonical arithmetic).
+// gdn.cu - the gated delta rule, forward over a forest and one row of decode (model.md 3.5), and its recurrent form: f32, and bf16 where
+// hs_gdn_ring (abi.h) does not hold; the canonical chunks of the other shapes are in gdn_chunk.cu and gdn_step.cu.
 //
 // A thread owns a column of a head's state S [dk, dv] and carries it in registers through all rows of a segment: nothing is summed across threads,
 // so the arithmetic of a row is one sequence of operations, gdn_row, and training, prefill in any split and decode give the same bits. One pass
 // decays S in place and gives r = S^T k and p = S^T q, a second one writes:  d = beta (v - r),  S += k d,  o = p + (k.q) d.
 // Each sum runs in four interleaved chains. Forward: a block of up to 128 columns takes one (segment, head) at a time in ticket order and a child
 // waits for its parent's final state; rows come in tiles of 16 through shared memory, the next one by cp.async behind the arithmetic.
-// Shapes: dk = dv = 16, 32, 64, 128 in registers; any other dk up to 256 and any dv in shared memory, 32 columns a block, same order of operations.
+// Shapes: f32 with dk = dv = 16, 32, 64, 128 in registers; any other dk up to 256 and any dv in shared memory, 32 columns a block, same order of operations.
 // H200: forward 4 FMA-pipe operations per element of S and row: 77 ns a row and layer of 32 heads of 128x128 when all schedulers have a warp
 // (8 segments at least), 1.3 ms per 16k rows against a floor of 0.24 ms for the chunked form (gpu.md 6.4). Decode moves S in and out once:
 // floor 62 us a layer at batch 64 (gpu.md 6.5), expected 1.2x. Unmeasured.
-#include "delta.cuh"
+#include "ring.cuh"
 
 static const int gdn_rows = 16, gdn_cols = 128;
 
@@ -166,27 +167,29 @@ __global__ void __launch_bounds__(gdn_cols)
   line_done(line, (int)((s * z.nv + h) * z.groups + grp));
 }
 
-// Whether columns live in registers, and columns per block.
-static bool gdn_regs(int64_t dk, int64_t dv) { return dk == dv && (dk == 16 || dk == 32 || dk == 64 || dk == 128); }
-static int gdn_block(int64_t dk, int64_t dv) { return gdn_regs(dk, dv) ? (int)HS_MAX(dv, 32) : 32; }
+// Whether columns live in registers, and columns per block. With bf16 such shapes are canonical, and kernels of T keep `held` rows there.
+template <class A> static bool gdn_regs(const A* a) { return a->dtype == HS_F32 && a->dk == a->dv && (a->dk == 16 || a->dk == 32 || a->dk == 64 || a->dk == 128); }
+template <class A> static int gdn_block(const A* a) { return gdn_regs(a) ? (int)HS_MAX(a->dv, 32) : 32; }
+template <class T> static constexpr int held(int dk) { return sizeof(T) == 4 ? dk : 0; }
 #define GDN_PICK(go, kernel) \
-  (!gdn_regs(a->dk, a->dv) ? go((kernel<T, 0>)) : a->dk == 128 ? go((kernel<T, 128>)) : a->dk == 64 ? go((kernel<T, 64>)) : a->dk == 32 ? go((kernel<T, 32>)) \
-   : go((kernel<T, 16>)))
+  (!gdn_regs(a) ? go((kernel<T, 0>)) : a->dk == 128 ? go((kernel<T, held<T>(128)>)) : a->dk == 64 ? go((kernel<T, held<T>(64)>)) \
+   : a->dk == 32 ? go((kernel<T, held<T>(32)>)) : go((kernel<T, held<T>(16)>)))
 
-static int64_t gdn_items(const hs_gdn_args* a) { return (int64_t)a->f.nseg * a->nv * HS_CEIL(a->dv, gdn_block(a->dk, a->dv)); }
+static int64_t gdn_items(const hs_gdn_args* a) { return (int64_t)a->f.nseg * a->nv * (hs_gdn_ring(a->dtype, a->dk, a->dv) ? 1 : HS_CEIL(a->dv, gdn_block(a))); }
 extern "C" int64_t hs_ws_gdn(const hs_gdn_args* a) { return a->f.nseg > 0 && a->nv > 0 && a->dv > 0 ? line_bytes(gdn_items(a)) : 0; }
 extern "C" hs_status hs_op_gdn(cudaStream_t s, const hs_gdn_args* a) {
   HS_TRY(delta_check(a, a->T));
   HS_TRY(forest_check(a->f, a->T));
   HS_NEED_PTR(q); HS_NEED_PTR(k); HS_NEED_PTR(v); HS_NEED_PTR(beta); HS_NEED_PTR(g); HS_NEED_PTR(o);
   HS_NEED_WS(hs_ws_gdn(a));
-  const int cols = gdn_block(a->dk, a->dv);
+  const int cols = gdn_block(a);
   HS_NEED(gdn_items(a) < INT32_MAX, "%d segments of %lld heads: too many blocks", (int)a->f.nseg, (long long)a->nv);
   HS_TRY(hs_memset(s, a->ws, 0, (size_t)line_bytes(gdn_items(a))));
+  if (hs_gdn_ring(a->dtype, a->dk, a->dv)) return delta_chunks(s, a);
   HS_DISPATCH(a->dtype, T, {
     const gdn_shape z = {a->nk, a->dk, a->nv, a->dv, (int)HS_CEIL(a->dv, cols), hs_packs(a->dk, sizeof(T), a->q, a->k) && hs_packs(a->dv, sizeof(T), a->v)};
     auto go = [&](auto kernel) {
-      const gdn_smem m = gdn_smem::of<T>((int)a->dk, cols, gdn_regs(a->dk, a->dv));
+      const gdn_smem m = gdn_smem::of<T>((int)a->dk, cols, gdn_regs(a));
       return HS_LAUNCH(s, kernel, (unsigned)gdn_items(a), cols, (size_t)m.bytes, z, m, a->f, (const T*)a->q, (const T*)a->k, (const T*)a->v, (const float*)a->beta,
                        (const float*)a->g, (T*)a->o, (float*)a->states, (float*)a->rec_state, (int*)a->ws);
     };
@@ -224,11 +227,12 @@ __global__ void __launch_bounds__(gdn_cols)
 extern "C" hs_status hs_op_gdn_step(cudaStream_t s, const hs_gdn_step_args* a) {
   HS_TRY(delta_check(a, a->B));
   HS_NEED_PTR(slot); HS_NEED_PTR(q); HS_NEED_PTR(k); HS_NEED_PTR(v); HS_NEED_PTR(beta); HS_NEED_PTR(g); HS_NEED_PTR(o); HS_NEED_PTR(rec_state);
-  const int cols = gdn_block(a->dk, a->dv);
+  if (hs_gdn_ring(a->dtype, a->dk, a->dv)) return delta_step(s, a);
+  const int cols = gdn_block(a);
   const gdn_shape z = {a->nk, a->dk, a->nv, a->dv, (int)HS_CEIL(a->dv, cols), false};
   HS_DISPATCH(a->dtype, T, {
     auto go = [&](auto kernel) {
-      const int64_t w = up4((int)a->dk), smem = (2 * w + 4 + (gdn_regs(a->dk, a->dv) ? 0 : w * 32)) * 4;
+      const int64_t w = up4((int)a->dk), smem = (2 * w + 4 + (gdn_regs(a) ? 0 : w * 32)) * 4;
       return HS_LAUNCH(s, kernel, (unsigned)(a->B * a->nv * z.groups), cols, (size_t)smem, z, a->slot, (const T*)a->q, (const T*)a->k, (const T*)a->v, (const float*)a->beta,
                        (const float*)a->g, (T*)a->o, (float*)a->rec_state);
     };
