@@ -49,14 +49,18 @@ type Options struct {
 	SIMD    string // "" or "auto", "avx512", "avx2", "scalar"
 	Gemm    string // "" or "own", "openblas"
 	LibDir  string // where libhs_emu.so and libhs_cuda.so are looked for first; then beside the executable, then in build/
-	Emu     EmuOptions
+	// ArenaBytes is the one allocation that buffers are cut from, on cuda and emu. 0 is on cuda all free memory but 4 GiB, or but an eighth
+	// of it where that is less, for cuBLASLt, graphs and the driver's own needs, and elsewhere none: each buffer is an allocation.
+	ArenaBytes int64
+	Poison     bool // memory starts as NaN in each phase of an Overlay; for tests
+	Emu        EmuOptions
 }
 
 // EmuOptions are the emulator's ways of finding faults in kernels. The settings hold for the process: the last Open wins.
 type EmuOptions struct {
 	FiberOrder string // order in which threads run: "" or "forward", "reverse", "random:SEED"; results must not depend on it
 	Poison     bool   // shared memory starts as signalling NaNs
-	Guard      bool   // each allocation lies against an unmapped page; writes around it are reported by Close
+	Guard      bool   // each allocation lies against an unmapped page; writes around it are reported by Close. There is no arena then
 	TestLib    bool   // libhs_emu_test.so, which also has kernels that are wrong on purpose
 }
 
@@ -70,6 +74,7 @@ type Info struct {
 	Build    string // compiler, SIMD level, matrix product in use
 	Threads  int
 	MemTotal int64 // bytes; 0 when unknown
+	Arena    int64 // bytes that buffers are cut from; 0 when each is an allocation
 }
 
 // LedgerLine is the live memory under one label and the most it has been.
@@ -83,8 +88,11 @@ type LedgerLine struct {
 // per stream at a time; copies are complete when they return.
 type driver interface {
 	info() Info
-	alloc(bytes int64) (Ptr, error) // 64-byte aligned, zeroed
+	arenaBytes(asked int64) (int64, error) // what to allocate for Options.ArenaBytes, 0 = no arena
+	alloc(bytes int64) (Ptr, error)        // 64-byte aligned, zeroed
 	free(p Ptr, bytes int64)
+	set(p Ptr, n int64, v byte) error // done when it returns
+	wait() error                      // for everything issued on any stream
 	newStream() (uintptr, error)
 	freeStream(h uintptr)
 	sync(h uintptr) error
@@ -99,12 +107,16 @@ type driver interface {
 
 // Device is an open device. Its methods are safe for concurrent use.
 type Device struct {
-	drv driver
+	drv    driver
+	poison bool
 
-	mu     sync.Mutex
-	live   map[*Buffer]struct{}
-	ledger map[string]*LedgerLine
-	total  LedgerLine
+	mu       sync.Mutex
+	live     map[*Buffer]struct{}
+	ledger   map[string]*LedgerLine
+	total    LedgerLine
+	numAlloc int
+	arena    *arena // nil: each buffer is an allocation of the driver
+	whole    block  // the driver's allocation that arena cuts
 }
 
 // Open opens "cpu", "null", "emu" or "cuda:N". What this build or machine cannot serve is an *Error that wraps ErrNoDevice.
@@ -126,15 +138,47 @@ func Open(name string, o Options) (*Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	return newDevice(drv), nil
+	d := newDevice(drv)
+	d.poison = o.Poison
+	if err := d.reserve(name, o.ArenaBytes); err != nil {
+		return nil, errors.Join(err, drv.close())
+	}
+	return d, nil
 }
 
 func newDevice(drv driver) *Device {
 	return &Device{drv: drv, live: map[*Buffer]struct{}{}, ledger: map[string]*LedgerLine{}, total: LedgerLine{Label: "total"}}
 }
 
+// reserve allocates the arena, when there is to be one.
+func (d *Device) reserve(name string, asked int64) error {
+	n, err := d.drv.arenaBytes(asked)
+	if err != nil || n == 0 {
+		return err
+	}
+	p, err := d.drv.alloc(n)
+	if err != nil {
+		return &Error{Op: fmt.Sprintf("reserve memory of device %q", name), Err: err, Hint: "another process may hold the memory: see nvidia-smi; or ask for less"}
+	}
+	d.numAlloc, d.whole, d.arena = 1, block{p, n}, newArena(p, n)
+	return nil
+}
+
 // Info describes the device.
-func (d *Device) Info() Info { return d.drv.info() }
+func (d *Device) Info() Info {
+	i := d.drv.info()
+	if d.arena != nil {
+		i.Arena = d.arena.size
+	}
+	return i
+}
+
+// NumAlloc is the number of allocations made of the driver so far, an arena's one included.
+func (d *Device) NumAlloc() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.numAlloc
+}
 
 // configure sets one of the table's own options (for tests).
 func (d *Device) configure(key, value string) error { return d.drv.configure(key, value) }
@@ -156,17 +200,19 @@ func (d *Device) Stores(t DType) bool {
 // Buffer is a block of device memory. It is never visible to the Go collector: Free it.
 type Buffer struct {
 	dev   *Device
+	phase *Phase // of an overlay, or nil
 	ptr   Ptr
 	bytes int64
 	label string
 }
 
-// Alloc returns bytes of zeroed, 64-byte aligned memory, entered under label in the ledger.
+// Alloc returns bytes of zeroed memory, 64-byte aligned or in an arena 256-byte aligned, entered under label in the ledger. What does not
+// fit into the arena is an error that wraps ErrNoMemory and has the numbers.
 func (d *Device) Alloc(bytes int64, label string) (*Buffer, error) {
 	if bytes <= 0 {
 		return nil, fmt.Errorf("allocate %q: %d bytes, need at least 1", label, bytes)
 	}
-	p, err := d.drv.alloc(bytes)
+	p, err := d.take(bytes)
 	if err != nil {
 		return nil, fmt.Errorf("allocate %q: %w", label, err)
 	}
@@ -188,11 +234,47 @@ func (d *Device) Alloc(bytes int64, label string) (*Buffer, error) {
 	return b, nil
 }
 
-// Ptr is the address of the first byte.
-func (b *Buffer) Ptr() Ptr { return b.ptr }
+// take gets memory from the arena or the driver.
+func (d *Device) take(bytes int64) (Ptr, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.arena == nil {
+		p, err := d.drv.alloc(bytes)
+		if err == nil {
+			d.numAlloc++
+		}
+		return p, err
+	}
+	p, stale, err := d.arena.alloc(bytes)
+	if err == nil && stale > 0 {
+		if err = d.drv.set(p, stale, 0); err != nil {
+			d.arena.release(p)
+		}
+	}
+	return p, err
+}
 
-// At is the address off bytes into the buffer; an offset outside it panics.
+// giveBack returns memory; in an arena the next owner may write it at once, so nothing that uses it may still be on its way.
+func (d *Device) giveBack(p Ptr, bytes int64) {
+	if d.arena == nil {
+		d.drv.free(p, bytes)
+		return
+	}
+	_ = d.drv.wait() // a failed stream reports through its Sync
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.arena.release(p)
+}
+
+// Ptr is the address of the first byte. Of a phase of an overlay that is not the current one it panics.
+func (b *Buffer) Ptr() Ptr {
+	b.need()
+	return b.ptr
+}
+
+// At is the address off bytes into the buffer; an offset outside it panics, and what makes Ptr panic.
 func (b *Buffer) At(off int64) Ptr {
+	b.need()
 	if off < 0 || off > b.bytes {
 		panic(fmt.Sprintf("kernels: offset %d outside the %d bytes of %q", off, b.bytes, b.label))
 	}
@@ -207,6 +289,10 @@ func (b *Buffer) Free() {
 	if b == nil {
 		return
 	}
+	if b.phase != nil {
+		b.phase.release(b)
+		return
+	}
 	d := b.dev
 	d.mu.Lock()
 	_, ok := d.live[b]
@@ -219,7 +305,7 @@ func (b *Buffer) Free() {
 	}
 	d.mu.Unlock()
 	if ok {
-		d.drv.free(b.ptr, b.bytes)
+		d.giveBack(b.ptr, b.bytes)
 	}
 }
 
@@ -250,6 +336,9 @@ func (d *Device) Close() error {
 	}
 	if leaks != nil {
 		return fmt.Errorf("close device: not freed: %s", strings.Join(leaks, ", "))
+	}
+	if d.arena != nil {
+		d.drv.free(d.whole.at, d.whole.bytes)
 	}
 	if err := d.drv.close(); err != nil {
 		return fmt.Errorf("close device: %w", err)

@@ -116,6 +116,25 @@ func (d *cudaDriver) stream(h uintptr) cu.Stream {
 
 func (d *cudaDriver) info() Info { return d.desc }
 
+// arenaReserve is the free memory that the arena leaves for cuBLASLt, graphs, and what the driver takes later (gpu.md 3.7: 3-5 GiB, of
+// which the context is taken by now); of a device with little memory no more than an eighth.
+const arenaReserve = 4 << 30
+
+func (d *cudaDriver) arenaBytes(asked int64) (int64, error) {
+	if asked < 0 {
+		return 0, fmt.Errorf("open device %q: an arena of %d bytes, want 0 or more", d.name, asked)
+	}
+	if asked > 0 {
+		return asked, nil
+	}
+	var free int64
+	err := d.on("read free memory", func() (err error) {
+		free, _, err = cu.MemInfo()
+		return err
+	})
+	return free - min(arenaReserve, free/8), err
+}
+
 func (d *cudaDriver) alloc(bytes int64) (Ptr, error) {
 	var p cu.DevicePtr
 	err := d.on("allocate", func() (err error) {
@@ -123,10 +142,24 @@ func (d *cudaDriver) alloc(bytes int64) (Ptr, error) {
 			free, total, _ := cu.MemInfo()
 			return fmt.Errorf("%d bytes with %d of %d free: %w", bytes, free, total, err)
 		}
-		return cu.MemsetD8(p, 0, bytes)
+		return setAndWait(p, 0, bytes)
 	})
 	return Ptr(p), err
 }
+
+// setAndWait returns when the bytes are set: a fill does not wait for itself, and streams do not wait for it.
+func setAndWait(p cu.DevicePtr, v byte, n int64) error {
+	if err := cu.MemsetD8(p, v, n); err != nil {
+		return err
+	}
+	return cu.Synchronize()
+}
+
+func (d *cudaDriver) set(p Ptr, n int64, v byte) error {
+	return d.on("fill", func() error { return setAndWait(cu.DevicePtr(p), v, n) })
+}
+
+func (d *cudaDriver) wait() error { return d.on("wait for the device", cu.Synchronize) }
 
 // free waits for the device: no op that still uses the memory is running afterwards. A failed stream reports through Sync.
 func (d *cudaDriver) free(p Ptr, _ int64) {

@@ -73,6 +73,33 @@ func TestCUDADriver(t *testing.T) {
 	}
 }
 
+// TestCUDAArena: by default one allocation takes the free memory but the reserve, and buffers are cut from it.
+func TestCUDAArena(t *testing.T) {
+	d := fakeDevice(t)
+	if err := d.reserve("cuda:0", 0); err != nil {
+		t.Fatal(err)
+	}
+	if n := d.Info().Arena; n > 7<<27 || n < 7<<27-2*BufferAlign || d.NumAlloc() != 1 { // 7/8 of 1 GiB
+		t.Errorf("arena of %d bytes, %d allocations", n, d.NumAlloc())
+	}
+	o, err := d.NewOverlay(1<<20, "shared", "a", "b")
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := d.Alloc(1<<20, "x")
+	if err != nil || o.Enter(o.Phase(1)) != nil || b.Ptr()%BufferAlign != 0 || d.NumAlloc() != 1 {
+		t.Errorf("%v, %d allocations", err, d.NumAlloc())
+	}
+	if _, err := d.Alloc(1<<30, "big"); !errors.Is(err, ErrNoMemory) {
+		t.Errorf("more than the arena has: %v", err)
+	}
+	b.Free()
+	o.Free()
+	if err := d.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestCUDAOpen(t *testing.T) {
 	for _, name := range []string{"cuda:7", "cuda:x", "cudaX"} {
 		if _, err := Open(name, Options{}); !errors.Is(err, ErrNoDevice) {

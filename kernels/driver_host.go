@@ -23,6 +23,9 @@ type hostDriver struct {
 }
 
 func openHost(o Options) (driver, error) {
+	if o.ArenaBytes != 0 {
+		return nil, &Error{Op: "open device", Err: fmt.Errorf("an arena of %d bytes on the cpu", o.ArenaBytes), Hint: "arenas are for emu and cuda"}
+	}
 	threads := o.Threads
 	if threads == 0 {
 		threads = runtime.NumCPU()
@@ -116,6 +119,16 @@ func (d *hostDriver) info() Info {
 	return Info{Name: name, Backend: name, Build: d.tab.buildInfo(), Threads: d.threads, MemTotal: hostMemory()}
 }
 
+func (d *hostDriver) arenaBytes(asked int64) (int64, error) {
+	if asked < 0 {
+		return 0, fmt.Errorf("open device: an arena of %d bytes, want 0 or more", asked)
+	}
+	if d.guard {
+		return 0, nil
+	}
+	return asked, nil
+}
+
 func (d *hostDriver) alloc(bytes int64) (Ptr, error) {
 	p := Ptr(0)
 	if d.guard {
@@ -147,6 +160,12 @@ func (d *hostDriver) close() error {
 
 func (d *hostDriver) configure(key, value string) error { return d.tab.configure(key, value) }
 
+func (d *hostDriver) set(p Ptr, n int64, v byte) error {
+	hostFill(p, n, v)
+	return nil
+}
+
+func (d *hostDriver) wait() error                 { return nil }
 func (d *hostDriver) newStream() (uintptr, error) { return 0, nil }
 func (d *hostDriver) freeStream(uintptr)          {}
 func (d *hostDriver) sync(uintptr) error          { return nil }
@@ -198,7 +217,10 @@ func (d *nullDriver) alloc(bytes int64) (Ptr, error) {
 	return p, nil
 }
 
+func (d *nullDriver) arenaBytes(int64) (int64, error)                  { return 0, nil }
 func (d *nullDriver) free(Ptr, int64)                                  {}
+func (d *nullDriver) set(Ptr, int64, byte) error                       { return nil }
+func (d *nullDriver) wait() error                                      { return nil }
 func (d *nullDriver) newStream() (uintptr, error)                      { return 0, nil }
 func (d *nullDriver) freeStream(uintptr)                               {}
 func (d *nullDriver) sync(uintptr) error                               { return nil }

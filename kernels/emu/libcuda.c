@@ -20,6 +20,7 @@ int cuDeviceTotalMem_v2(size_t* bytes, int dev) { return (void)dev, *bytes = tot
 int cuDevicePrimaryCtxRetain(void** ctx, int dev) { return dev ? INVALID_VALUE : (*ctx = &context, OK); }
 int cuDevicePrimaryCtxRelease_v2(int dev) { return dev ? INVALID_VALUE : OK; }
 int cuCtxSetCurrent(void* ctx) { return current = ctx, OK; }
+int cuCtxSynchronize(void) { return current ? OK : INVALID_CONTEXT; }
 
 int cuMemAlloc_v2(uint64_t* p, size_t n) {
   if (!current) return INVALID_CONTEXT;
