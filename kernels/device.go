@@ -52,7 +52,8 @@ type Options struct {
 	// ArenaBytes is the one allocation that buffers are cut from, on cuda and emu. 0 is on cuda all free memory but 4 GiB, or but an eighth
 	// of it where that is less, for cuBLASLt, graphs and the driver's own needs, and elsewhere none: each buffer is an allocation.
 	ArenaBytes int64
-	Poison     bool // memory starts as NaN in each phase of an Overlay; for tests
+	Table      string // of "null": whose workspaces it tells, "" or "cpu", "emu", "cuda"
+	Poison     bool   // memory starts as NaN in each phase of an Overlay; for tests
 	Emu        EmuOptions
 }
 
@@ -70,7 +71,8 @@ type Ptr uint64
 // Info describes an open device.
 type Info struct {
 	Name     string // as given to Open
-	Backend  string // name of the table: "cpu", "emu" or "null"
+	Backend  string // "cpu", "emu", "cuda" or "null"
+	Table    string // whose table answers Workspace: "cpu", "emu" or "cuda"
 	Build    string // compiler, SIMD level, matrix product in use
 	Threads  int
 	MemTotal int64 // bytes; 0 when unknown
@@ -127,7 +129,7 @@ func Open(name string, o Options) (*Device, error) {
 	case name == "cpu":
 		drv, err = openHost(o)
 	case name == "null":
-		drv, err = openNull()
+		drv, err = openNull(o)
 	case name == "emu":
 		drv, err = openEmu(o)
 	case strings.HasPrefix(name, "cuda"):

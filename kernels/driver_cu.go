@@ -90,7 +90,7 @@ func newCUDADriver(name string, ordinal int, tab table) (*cudaDriver, error) {
 	if err != nil {
 		return nil, fmt.Errorf("name of device %d: %w", ordinal, err)
 	}
-	d.desc = Info{Name: name, Backend: tab.name(), Build: fmt.Sprintf("%s, driver %d, %s", model, cu.Version(), tab.buildInfo()), Threads: 1, MemTotal: total}
+	d.desc = Info{Name: name, Backend: tab.name(), Table: tab.name(), Build: fmt.Sprintf("%s, driver %d, %s", model, cu.Version(), tab.buildInfo()), Threads: 1, MemTotal: total}
 	return d, nil
 }
 

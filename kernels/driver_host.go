@@ -116,7 +116,7 @@ func configureHint(key string) string {
 
 func (d *hostDriver) info() Info {
 	name := d.tab.name()
-	return Info{Name: name, Backend: name, Build: d.tab.buildInfo(), Threads: d.threads, MemTotal: hostMemory()}
+	return Info{Name: name, Backend: name, Table: name, Build: d.tab.buildInfo(), Threads: d.threads, MemTotal: hostMemory()}
 }
 
 func (d *hostDriver) arenaBytes(asked int64) (int64, error) {
@@ -192,21 +192,33 @@ func (d *hostDriver) fill(_ uintptr, dst Ptr, n int64, v byte) error {
 // nullDriver hands out addresses without memory behind them and accepts every op: plans and schedules can be tested at any size.
 // Downloads give zeros.
 type nullDriver struct {
-	tab  table // sizes of workspaces are the cpu's
+	tab  table // tells the sizes of workspaces
 	mu   sync.Mutex
 	next Ptr
 }
 
-func openNull() (driver, error) {
+func openNull(o Options) (driver, error) {
 	tab, err := linkedTable()
+	hint := "rebuild: make build"
+	switch o.Table {
+	case "", "cpu":
+	case "emu", "cuda":
+		var path string
+		hint = "type: make " + o.Table
+		if path, err = findLibrary("libhs_"+o.Table+".so", o.LibDir); err == nil {
+			tab, err = loadTable(path)
+		}
+	default:
+		err, hint = fmt.Errorf("no table %q", o.Table), `tables are "cpu", "emu" and "cuda"`
+	}
 	if err != nil {
-		return nil, &Error{Op: "open device", Err: err, Hint: "rebuild: make build"}
+		return nil, &Error{Op: `open device "null"`, Err: err, Hint: hint}
 	}
 	return &nullDriver{tab: tab}, nil
 }
 
 func (d *nullDriver) info() Info {
-	return Info{Name: "null", Backend: "null", Build: "accepts every op, computes nothing"}
+	return Info{Name: "null", Backend: "null", Table: d.tab.name(), Build: "accepts every op, computes nothing"}
 }
 
 func (d *nullDriver) alloc(bytes int64) (Ptr, error) {

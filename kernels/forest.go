@@ -163,6 +163,11 @@ func (f *Forest) DeviceBytes() int64 {
 	return int64(n) * 4
 }
 
+// ForestBytes is the most that DeviceBytes can be for so many rows in so many segments.
+func ForestBytes(rows, segs int) int64 {
+	return 4 * (int64(rows)*ConvTaps + 8*int64(segs) + 2 + int64(max(segs-1, 0))) // RowSeg and Prev; eight per segment and one more offset each in two; one child less
+}
+
 // Upload writes all index arrays as one blob at `at` and returns the struct that ops take. Child points at the end of the blob's
 // child array when no segment has a parent.
 func (f *Forest) Upload(s *Stream, at Ptr) ForestArgs {

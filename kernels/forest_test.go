@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"unsafe"
 )
 
 func TestForestArrays(t *testing.T) {
@@ -96,6 +97,47 @@ func TestForestUpload(t *testing.T) {
 		r.st.DownloadI32(got, c.p)
 		if !slices.Equal(got, c.want) {
 			t.Errorf("uploaded %v, want %v", got, c.want)
+		}
+	}
+}
+
+// TestForestBytes: a chain, in which every segment but one is a child, has the most index bytes of its size.
+func TestForestBytes(t *testing.T) {
+	for _, n := range []int{1, 2, 7} {
+		segs := make([]Segment, n)
+		for i := range segs {
+			segs[i] = Segment{Len: 3, Parent: int32(i - 1), Pos: int32(3 * i)}
+		}
+		f, err := NewForest(segs, nil)
+		if err != nil || f.DeviceBytes() != ForestBytes(3*n, n) {
+			t.Errorf("%d segments: %d bytes, at most %d (%v)", n, f.DeviceBytes(), ForestBytes(3*n, n), err)
+		}
+	}
+}
+
+// TestNullTables: "null" tells the workspaces of the table asked for.
+func TestNullTables(t *testing.T) {
+	needEmu(t, "libhs_emu.so")
+	ws := map[string]int64{}
+	for _, table := range []string{"", "cpu", "emu"} {
+		d, err := Open("null", Options{Table: table, LibDir: emuDir()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if want := map[string]string{"": "cpu"}[table] + table; d.Info().Table != want || d.Info().Backend != "null" {
+			t.Errorf("%+v", d.Info())
+		}
+		ws[table] = d.Workspace(OpAttnBwd, unsafe.Pointer(&AttnBwdArgs{DType: BF16, T: 100, NH: 4, NKV: 2, HD: 64, F: ForestArgs{NumSeg: 1, NumRows: 100, NumChunks: 2, MaxLen: 100}}))
+	}
+	if ws[""] != ws["cpu"] || ws["cpu"] == ws["emu"] || ws["emu"] == 0 {
+		t.Errorf("workspaces %v", ws)
+	}
+	for _, o := range []Options{{Table: "tpu"}, {Table: "emu", LibDir: t.TempDir()}} {
+		if o.LibDir != "" {
+			t.Chdir(o.LibDir)
+		}
+		if _, err := Open("null", o); err == nil || !strings.Contains(err.Error(), o.Table) {
+			t.Errorf("table %q: %v", o.Table, err)
 		}
 	}
 }

@@ -130,9 +130,12 @@ func (p *Phase) release(b *Buffer) {
 	}
 }
 
+// Usable reports whether Ptr and At may be called: false for a buffer of a phase that is not the current one.
+func (b *Buffer) Usable() bool { return b.phase == nil || b.phase.Entered() }
+
 // need panics when b is a buffer of a phase that is not the current one: its memory holds another's data.
 func (b *Buffer) need() {
-	if b.phase == nil || b.phase.Entered() {
+	if b.Usable() {
 		return
 	}
 	now := "none"
