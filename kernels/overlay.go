@@ -87,8 +87,8 @@ func (p *Phase) Name() string { return p.name }
 // Entered reports whether the phase's buffers may be used.
 func (p *Phase) Entered() bool { return p.o.now.Load() == p }
 
-// Alloc lays out one more buffer, 256-byte aligned, whatever the phase that is current. Its contents are undefined. The space of freed buffers
-// comes back when all of the phase's buffers are free.
+// Alloc lays out one more buffer, 256-byte aligned, whatever the phase that is current. Its contents are undefined. The space of a freed
+// buffer comes back when those behind it are free too.
 func (p *Phase) Alloc(bytes int64, label string) (*Buffer, error) {
 	if bytes <= 0 {
 		return nil, fmt.Errorf("allocate %q in phase %s: %d bytes, need at least 1", label, p.name, bytes)
@@ -125,8 +125,9 @@ func (p *Phase) release(b *Buffer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.live, b)
-	if len(p.live) == 0 {
-		p.end = 0
+	p.end = 0
+	for b := range p.live {
+		p.end = max(p.end, alignBuffer(int64(b.ptr-p.o.buf.ptr)+b.bytes))
 	}
 }
 

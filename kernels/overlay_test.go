@@ -87,7 +87,7 @@ func TestOverlay(t *testing.T) {
 	}
 	a.Free()
 	if _, err := sample.Alloc(2000, "early"); err == nil {
-		t.Error("space came back before all of the phase's buffers were free")
+		t.Error("space came back before the buffer behind it was free")
 	}
 	b.Free()
 	again := alloc(sample, 4000)

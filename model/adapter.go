@@ -39,10 +39,11 @@ type Base struct {
 // AdaptOptions are the parts of Adapt that are not in the adapter's files. Train allocates gradients and moments of the adapter, stored as
 // Optim says.
 type AdaptOptions struct {
-	Train bool
-	Optim Recipe
-	Seed  uint64 // of A's start values
-	Path  string // Base.Path
+	Train  bool
+	Optim  Recipe
+	Shared bool   // as in LoadOptions
+	Seed   uint64 // of A's start values
+	Path   string // Base.Path
 }
 
 // Adapt puts a fresh adapter beside the model's weights: A uniform in +-1/sqrt(in) as PEFT starts it, B zero, so that the model computes what
@@ -85,7 +86,7 @@ func (m *Model) newAdapter(l LoRA, o AdaptOptions) (err error) {
 	switch {
 	case m.Adapter != nil:
 		return errors.New("adapt model: it has an adapter already")
-	case m.Params.Has(Grads):
+	case m.Params.Has(MomentM):
 		return &Error{Op: "adapt model", Err: errors.New("its own weights have gradients"), Hint: "load the model without LoadOptions.Train"}
 	}
 	a := &Adapter{LoRA: l, Base: Base{Path: o.Path}, stream: m.Dev.NewStream()}
@@ -103,13 +104,13 @@ func (m *Model) newAdapter(l LoRA, o AdaptOptions) (err error) {
 	}()
 	m.Adapter = a
 	dt, tensors := m.Params.DType, adapterTensors(a.matrices, l.Rank)
-	if a.Params, err = newParams(tensors, m.Dev, dt, o.Train, o.Optim); err != nil {
+	if a.Params, err = newParams(tensors, m.Dev, LoadOptions{DType: dt, Train: o.Train, Optim: o.Optim, Shared: o.Shared}); err != nil {
 		return err
 	}
-	if a.scaled, err = newParams(tensors, m.Dev, dt, false, Recipe{}); err != nil {
+	if a.scaled, err = newParams(tensors, m.Dev, LoadOptions{DType: dt}); err != nil {
 		return err
 	}
-	if a.frozen, err = newParams(a.matrices, m.Dev, dt, false, Recipe{}); err != nil {
+	if a.frozen, err = newParams(a.matrices, m.Dev, LoadOptions{DType: dt}); err != nil {
 		return err
 	}
 	for _, t := range a.matrices {
@@ -190,17 +191,31 @@ func (a *Adapter) plan(m *Model) error {
 		}
 		a.steps = append(a.steps, s)
 	}
-	var ws int64
-	for _, g := range a.products() {
-		ws = max(ws, m.Dev.Workspace(kernels.OpGemm, unsafe.Pointer(g)))
-	}
-	if a.ws, err = m.Dev.Alloc(max(ws, align), "adapter workspace"); err != nil {
+	if a.ws, err = m.Dev.Alloc(mergeWorkspace(m.Dev, dt, a.matrices, r), "adapter workspace"); err != nil {
 		return err
 	}
 	for _, g := range a.products() {
 		g.WS, g.WSBytes = a.ws.Ptr(), a.ws.Bytes()
 	}
 	return nil
+}
+
+// mergeWorkspace is what the products of a merge need.
+func mergeWorkspace(dev *kernels.Device, dt kernels.DType, ms []TensorSpec, r int64) int64 {
+	most := int64(align)
+	need := func(m, n, k, lda, ldb int64, flags uint32) {
+		g := kernels.GemmArgs{DType: dt, Flags: flags, M: m, N: n, K: k, LDA: lda, LDB: ldb, LDC: n}
+		most = max(most, dev.Workspace(kernels.OpGemm, unsafe.Pointer(&g)))
+	}
+	for _, t := range ms {
+		n, k := int64(t.Shape[0]), int64(t.Shape[1])
+		for _, flags := range []uint32{0, kernels.Beta1} {
+			need(r, k, r, r, k, flags)
+			need(n, r, r, r, r, flags)
+		}
+		need(n, k, r, r, k, kernels.Beta1)
+	}
+	return most
 }
 
 func (a *Adapter) products() (out []*kernels.GemmArgs) {

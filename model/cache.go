@@ -51,7 +51,8 @@ type layerCache struct {
 	rec, conv kernels.Ptr // linear
 }
 
-func newPageCache(cfg *Config, dev *kernels.Device, st *kernels.Stream, dt kernels.DType, numSeqs, numPages, pageSize int) (*pageCache, error) {
+// newPageCache takes the caches from mem and what must outlive a phase from dev.
+func newPageCache(cfg *Config, dev *kernels.Device, mem kernels.Allocator, st *kernels.Stream, dt kernels.DType, numSeqs, numPages, pageSize int) (*pageCache, error) {
 	c := &pageCache{cfg: cfg, dt: dt, st: st, pageSize: pageSize, seqs: make([]sequence, numSeqs), refs: make([]int32, numPages)}
 	for i := numSeqs - 1; i >= 0; i-- {
 		c.freeSeq = append(c.freeSeq, SeqID(i))
@@ -62,7 +63,7 @@ func newPageCache(cfg *Config, dev *kernels.Device, st *kernels.Stream, dt kerne
 	kv, rec, conv := cacheBytes(cfg, dt, numSeqs, numPages, pageSize)
 	total := int64(cfg.NumFull())*2*kv + int64(cfg.NumLinear())*(rec+conv)
 	var err error
-	if c.buf, err = dev.Alloc(total, "kv cache and recurrent state"); err != nil {
+	if c.buf, err = mem.Alloc(total, "kv cache and recurrent state"); err != nil {
 		return nil, fmt.Errorf("allocate cache of %d sequences and %d pages: %w", numSeqs, numPages, err)
 	}
 	if c.idx, err = dev.Alloc(int64(numSeqs)*8, "slot copy indices"); err != nil {

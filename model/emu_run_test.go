@@ -367,7 +367,7 @@ func TestEmuFootprint(t *testing.T) {
 	r := must[*Runner](t)(NewRunner(m, o))
 	defer r.Close()
 	newExec(t, m, ExecOptions{MaxRows: 130, Recompute: true})
-	pl := must[*MemoryPlanner](t)(NewMemoryPlanner(cfg))
+	pl := must[*MemoryPlanner](t)(NewMemoryPlanner(cfg, dev))
 	defer pl.Close()
 	f := must[*Footprint](t)(pl.Footprint(Layout{DType: kernels.BF16, Train: true, Recipe: hilo, Runner: o, Context: 100, Exec: ExecOptions{MaxRows: 130, Recompute: true}}))
 	got := ledgerOf(dev)

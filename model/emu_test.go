@@ -16,13 +16,16 @@ import (
 )
 
 // emuDevice opens the emulated CUDA device, or skips the test when its library is missing or older than a kernel's source; one without a kernel for some op fails it.
-func emuDevice(t testing.TB) *kernels.Device {
+func emuDevice(t testing.TB) *kernels.Device { return emuDeviceWith(t, kernels.Options{}) }
+
+func emuDeviceWith(t testing.TB, o kernels.Options) *kernels.Device {
 	t.Helper()
 	dir := os.Getenv("HS_LIB_DIR")
 	if dir == "" {
 		dir = filepath.Join("..", "build")
 	}
-	d, err := kernels.Open("emu", kernels.Options{LibDir: dir})
+	o.LibDir = dir
+	d, err := kernels.Open("emu", o)
 	if errors.Is(err, kernels.ErrNoDevice) {
 		t.Skipf("%v: make emu", err)
 	}

@@ -24,10 +24,12 @@ type Batch struct {
 type Output struct{ LogProb, Entropy []float32 }
 
 // ExecOptions size an Exec. MaxTargets 0 means MaxRows. Temperature 0 means 1. Recompute keeps layer inputs only and runs each layer forward
-// again before its backward. Entropy says that Backward may get entropy gradients.
+// again before its backward. Entropy says that Backward may get entropy gradients. MaxStates is the most states of the delta rule (NumStates)
+// that a batch may have; all memory is then allocated at once, for the largest batch. With 0, and no Region, it grows with the batches.
 type ExecOptions struct {
 	Temperature         float64
 	MaxRows, MaxTargets int
+	MaxStates           int
 	Recompute           bool
 	Entropy             bool
 }
@@ -38,6 +40,7 @@ type Exec struct {
 	opt    ExecOptions
 	prog   *Program
 	stream *kernels.Stream
+	mem    kernels.Allocator // the device, or a phase of the model's Region
 	held   heldBuffers
 	ports  [numPorts]kernels.Ptr
 
@@ -64,9 +67,16 @@ func NewExec(m *Model, o ExecOptions) (*Exec, error) {
 	if o.MaxTargets < 0 || o.Temperature < 0 {
 		return nil, fmt.Errorf("make exec: max targets %d, temperature %g, want positive values", o.MaxTargets, o.Temperature)
 	}
+	mem, err := m.memory(Training)
+	if err != nil {
+		return nil, fmt.Errorf("make exec: %w", err)
+	}
 	mode := Score
-	if m.Trainable().Has(Grads) {
+	switch p := m.Trainable(); {
+	case p.Has(Grads):
 		mode = Train
+	case p.shared:
+		return nil, errors.New("make exec: the gradients have no memory: it comes from Model.Share")
 	}
 	gr, err := build(m.Config, mode, graphOptions{temperature: o.Temperature, adapt: m.adapting()})
 	if err != nil {
@@ -76,21 +86,43 @@ func NewExec(m *Model, o ExecOptions) (*Exec, error) {
 	if err != nil {
 		return nil, err
 	}
-	e := &Exec{m: m, opt: o, prog: prog, stream: m.Dev.NewStream()}
+	e := &Exec{m: m, opt: o, prog: prog, stream: m.Dev.NewStream(), mem: mem}
 	for _, r := range prog.records {
 		if r.op == kernels.OpLMHeadBwd {
 			e.headBwd = (*kernels.LMHeadBwdArgs)(r.args)
 		}
 	}
-	if err := e.allocatePorts(); err != nil {
+	if err := e.allocate(); err != nil {
 		e.Close()
 		return nil, err
 	}
-	if err := e.place(firstStates(o.MaxRows)); err != nil {
-		e.Close()
-		return nil, err
-	}
+	m.region.join(nil, e)
 	return e, nil
+}
+
+// allocate takes the memory that is known before the first batch: with MaxStates all of it.
+func (e *Exec) allocate() error {
+	if e.m.region != nil && e.opt.MaxStates == 0 {
+		e.opt.MaxStates = PlannedStates(e.opt.MaxRows)
+	}
+	if e.opt.MaxStates == 0 {
+		if err := e.allocatePorts(); err != nil {
+			return err
+		}
+		return e.place(firstStates(e.opt.MaxRows))
+	}
+	room := e.prog.room(e.m.Dev, e.opt)
+	err := e.allocatePorts()
+	if err == nil {
+		err = e.place(room.shapes.States)
+	}
+	if err == nil {
+		err = e.grow(&e.held.forest, room.forest, "forest")
+	}
+	if err == nil {
+		err = e.grow(&e.held.ws, room.ws, "workspace")
+	}
+	return err
 }
 
 // Program is the compiled program, for inspection.
@@ -98,6 +130,7 @@ func (e *Exec) Program() *Program { return e.prog }
 
 // Close frees the exec's memory; the model stays.
 func (e *Exec) Close() {
+	e.m.region.leave(nil, e)
 	for _, b := range []**kernels.Buffer{&e.held.arena, &e.held.io, &e.held.forest, &e.held.ws, &e.held.norms} {
 		if *b != nil {
 			(*b).Free()
@@ -124,11 +157,14 @@ func (e *Exec) grow(b **kernels.Buffer, n int64, label string) error {
 	if *b != nil && (*b).Bytes() >= n {
 		return nil
 	}
+	if *b != nil && e.opt.MaxStates > 0 {
+		return fmt.Errorf("a batch needs %d bytes of %s, the largest one was planned with %d: this is a fault of the program", n, label, (*b).Bytes())
+	}
 	if *b != nil {
 		(*b).Free()
 		*b = nil
 	}
-	nb, err := e.m.Dev.Alloc(max(n, align), label)
+	nb, err := e.mem.Alloc(max(n, align), label)
 	if err != nil {
 		return &Error{Op: fmt.Sprintf("allocate %s (%d MiB)", label, n>>20), Err: err, Hint: "lower the rows per micro-batch, or turn recompute on"}
 	}
@@ -146,18 +182,29 @@ func portBytes(maxRows, maxTargets int, dt kernels.DType) [numPorts]int64 {
 // firstStates is how many GDN states the arena holds to begin with: the chunks of one sequence of maxRows rows and room for further segments.
 func firstStates(maxRows int) int64 { return int64((maxRows+kernels.GDNChunk-1)/kernels.GDNChunk + 64) }
 
+// PlannedStates is what memory is planned for (ExecOptions.MaxStates): a batch of maxRows rows may consist of 32 segments of any lengths, or of
+// more whose lengths fill their chunks.
+func PlannedStates(maxRows int) int { return int(firstStates(maxRows)) }
+
+// NumStates is the number of states of the delta rule that a segment of so many rows has in a batch: one before each chunk and a last one.
+func NumStates(rows int) int { return (rows+kernels.GDNChunk-1)/kernels.GDNChunk + 1 }
+
 // moreStates is what the arena is laid out for when a batch needs more states than have.
 func moreStates(need, have int64, maxRows int) int64 {
 	return min(max(need, 2*have), 2*int64(maxRows))
 }
 
-func (e *Exec) allocatePorts() error {
-	sizes := portBytes(e.opt.MaxRows, e.opt.MaxTargets, e.m.Params.DType)
-	var total int64
-	for _, n := range sizes {
+// batchBytes is the sum of portBytes.
+func batchBytes(maxRows, maxTargets int, dt kernels.DType) (total int64) {
+	for _, n := range portBytes(maxRows, maxTargets, dt) {
 		total += n
 	}
-	if err := e.grow(&e.held.io, total, "batch"); err != nil {
+	return total
+}
+
+func (e *Exec) allocatePorts() error {
+	sizes := portBytes(e.opt.MaxRows, e.opt.MaxTargets, e.m.Params.DType)
+	if err := e.grow(&e.held.io, batchBytes(e.opt.MaxRows, e.opt.MaxTargets, e.m.Params.DType), "batch"); err != nil {
 		return err
 	}
 	at := int64(0)
@@ -319,6 +366,9 @@ func (e *Exec) check(b *Batch) (*kernels.Forest, error) {
 	f, err := kernels.NewForest(b.Segments, nil)
 	if err != nil {
 		bad = append(bad, err)
+	} else if n := statesOf(f); e.opt.MaxStates > 0 && n > int64(e.opt.MaxStates) {
+		add("%d segments with %d states of the delta rule, at most %d fit", f.NumSeg, n, e.opt.MaxStates)
+		hint = "split the batch, or make the exec with more MaxStates"
 	}
 	if len(bad) > 0 {
 		return nil, &Error{Op: "check batch", Err: errors.Join(bad...), Hint: hint}
@@ -353,8 +403,14 @@ func (e *Exec) Forward(b *Batch) (*Output, error) {
 	return out, nil
 }
 
+// usable says why the exec cannot be used now: its memory is the sampler's.
+func (e *Exec) usable() error { return e.m.region.check(Training, "use executor") }
+
 func (e *Exec) forward(b *Batch) error {
 	e.ready = false
+	if err := e.usable(); err != nil {
+		return err
+	}
 	if err := e.prepare(b); err != nil {
 		return err
 	}
@@ -376,6 +432,9 @@ func (e *Exec) Backward(dLogP, dEnt []float32) error {
 		return fmt.Errorf("run backward: %d entropy gradients for %d targets", len(dEnt), e.targets)
 	case dEnt != nil && !e.opt.Entropy:
 		return errors.New("run backward: entropy gradients given to an exec made without Entropy")
+	}
+	if err := e.usable(); err != nil {
+		return err
 	}
 	e.ready = false
 	wide := e.m.Params.DType.Wide()

@@ -24,6 +24,9 @@ func (e *Exec) ZeroGrad() error {
 	if !p.Has(Grads) {
 		return errNoGradients
 	}
+	if err := e.usable(); err != nil {
+		return err
+	}
 	e.stream.Fill(p.Base(Grads), p.arenaBytes(Grads), 0)
 	if err := e.stream.Sync(); err != nil {
 		return fmt.Errorf("clear gradients: %w", err)
@@ -36,6 +39,9 @@ func (e *Exec) GradNorm() (float64, error) {
 	p := e.m.Trainable()
 	if !p.Has(Grads) {
 		return 0, errNoGradients
+	}
+	if err := e.usable(); err != nil {
+		return 0, err
 	}
 	entries := p.Entries()
 	a := &kernels.SumSqArgs{DType: p.DType.Wide()}
@@ -65,6 +71,9 @@ func (e *Exec) Step(h Hyper) error {
 	p := e.m.Trainable()
 	if !p.Has(MomentM) || !p.Has(MomentV) {
 		return errNoGradients
+	}
+	if err := e.usable(); err != nil {
+		return err
 	}
 	if math.IsNaN(h.GradNorm) || math.IsInf(h.GradNorm, 0) {
 		return fmt.Errorf("step optimiser: gradient norm %g is not finite", h.GradNorm)

@@ -3,6 +3,7 @@ package model
 import (
 	"fmt"
 	"slices"
+	"unsafe"
 
 	"harness-s/kernels"
 )
@@ -13,8 +14,8 @@ type Placement uint8
 const (
 	// OnCPU is sampler and executor allocated side by side.
 	OnCPU Placement = iota
-	// OnGPU is the plan of gpu.md 3.7 and 7.3: bfloat16 weights and activations, float32 gradients, and one region that the sampler and
-	// the executor use in turn.
+	// OnGPU is the plan of gpu.md 3.7 and 7.3 for cuda and emu: a Region that the sampler and the executor use in turn, float32 gradients, and
+	// all memory allocated before the first step.
 	OnGPU
 )
 
@@ -43,14 +44,14 @@ func (p Phase) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
 // Layout is what memory is planned for.
 type Layout struct {
 	Placement Placement
-	DType     kernels.DType // of weights and activations on the CPU, F32 or BF16 (the emulator); a GPU's are bfloat16
+	DType     kernels.DType // of weights and activations, F32 or BF16
 	Train     bool          // with gradients, optimiser and executor
 	Recipe    Recipe        // storage of moments and master weights
 	LoRA      *LoRA         // the adapter that is trained; nil trains every weight
 	Runner    RunnerOptions // sampler; the zero value takes the defaults
 	Context   int           // tokens of the longest sequence that is sampled
-	Exec      ExecOptions   // MaxRows, MaxTargets and Recompute count
-	Segments  []Segment     // of the largest micro-batch; nil = planSegments roots of equal length
+	Exec      ExecOptions   // MaxRows, MaxTargets, MaxStates and Recompute count; on a GPU MaxStates 0 is PlannedStates
+	Segments  []Segment     // of the largest micro-batch on the CPU; nil = planSegments roots of equal length
 	// ValidVocab is the number of vocabulary entries that exist, 0 = all (Model.ValidVocab).
 	ValidVocab int64
 }
@@ -65,7 +66,8 @@ type Line struct {
 	Bytes int64  `json:"bytes"`
 }
 
-// Names of the lines. On the CPU they are the labels of the device's ledger, of which lineCache is split in three.
+// Names of the lines. They stand for the labels of the device's ledger, of which the caches are split in three; on a GPU the ledger has one
+// entry for all that lies in the Region. LineLogitsWave is an estimate of the executor's workspace where the CUDA kernels' is not known.
 const (
 	LineWeights    = "weights"
 	LineLow        = "low halves of the weights"
@@ -90,12 +92,16 @@ const (
 	LineSampleRows = "sample rows"
 	LineIndices    = "sampler indices"
 	LineScratch    = "sampler workspace"
+	LinePadding    = "gaps between buffers"
 )
 
 // Footprint is the memory of a layout, line by line.
 type Footprint struct {
 	Placement Placement
+	Table     string // whose workspaces are in it: "cpu", "emu" or "cuda"
 	Lines     []Line
+
+	end, gaps [Training + 1]int64 // of each phase's buffers in the region, on a GPU
 }
 
 // Bytes of a line, 0 when there is none of that name.
@@ -127,6 +133,24 @@ func (f *Footprint) Peak() int64 {
 	return f.Phase(Rollout) + f.Phase(Training) - f.Phase(Resident)
 }
 
+// Overlay is the size of the Region on a GPU.
+func (f *Footprint) Overlay() int64 { return max(f.end[Rollout], f.end[Training]) }
+
+// buffer adds the lines of one buffer of a phase. In the Region it begins at a multiple of kernels.BufferAlign.
+func (f *Footprint) buffer(p Phase, lines ...Line) {
+	var n int64
+	for _, l := range lines {
+		f.add(p, l.Name, l.Bytes)
+		n += l.Bytes
+	}
+	if f.Placement != OnGPU || p == Resident || n == 0 {
+		return
+	}
+	at := (f.end[p] + kernels.BufferAlign - 1) / kernels.BufferAlign * kernels.BufferAlign
+	f.gaps[p] += at - f.end[p]
+	f.end[p] = at + n
+}
+
 func (f *Footprint) add(p Phase, name string, bytes int64) {
 	if bytes > 0 {
 		f.Lines = append(f.Lines, Line{name, p, bytes})
@@ -137,28 +161,41 @@ func (f *Footprint) add(p Phase, name string, bytes int64) {
 // can be tried; one goroutine at a time may use it.
 type MemoryPlanner struct {
 	cfg   *Config
-	null  *kernels.Device // answers for workspaces
+	dev   *kernels.Device // answers for workspaces
+	own   *kernels.Device // to close
 	progs map[string]*Program
 }
 
-// NewMemoryPlanner makes a planner; Close it.
-func NewMemoryPlanner(cfg *Config) (*MemoryPlanner, error) {
+// NewMemoryPlanner makes a planner with the workspaces of dev's table; with nil those of the cpu. Close it before dev.
+func NewMemoryPlanner(cfg *Config, dev *kernels.Device) (*MemoryPlanner, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
-	null, err := kernels.Open("null", kernels.Options{})
-	if err != nil {
-		return nil, fmt.Errorf("plan memory: %w", err)
+	pl := &MemoryPlanner{cfg: cfg, dev: dev, progs: map[string]*Program{}}
+	if dev == nil {
+		null, err := kernels.Open("null", kernels.Options{})
+		if err != nil {
+			return nil, fmt.Errorf("plan memory: %w", err)
+		}
+		pl.dev, pl.own = null, null
 	}
-	return &MemoryPlanner{cfg: cfg, null: null, progs: map[string]*Program{}}, nil
+	return pl, nil
 }
 
 // Close releases the planner.
-func (pl *MemoryPlanner) Close() error { return pl.null.Close() }
+func (pl *MemoryPlanner) Close() error {
+	if pl.own == nil {
+		return nil
+	}
+	return pl.own.Close()
+}
 
-// Program is the compiled training program that the layout's executor runs; its arguments are the CPU's in either placement.
+// native reports whether the workspaces are those of the CUDA kernels.
+func (pl *MemoryPlanner) native() bool { return pl.dev.Info().Table != "cpu" }
+
+// Program is the compiled training program that the layout's executor runs.
 func (pl *MemoryPlanner) Program(l Layout) (*Program, error) {
-	o := PlanOptions{DType: kernels.F32, Recompute: l.Exec.Recompute, ValidVocab: l.ValidVocab}
+	o := PlanOptions{DType: l.DType, Recompute: l.Exec.Recompute, ValidVocab: l.ValidVocab}
 	key := fmt.Sprintf("%+v", o)
 	if l.LoRA != nil {
 		key += fmt.Sprintf("%+v", *l.LoRA)
@@ -185,10 +222,11 @@ func (pl *MemoryPlanner) graph(l *LoRA) (*Graph, error) {
 }
 
 // Footprint lists the memory of a layout. On the CPU it is what the ledger of the device shows after the sampler's largest pass and a
-// micro-batch of the layout's segments, byte for byte; the numbers of a GPU leave out its libraries' workspaces and the driver's context,
-// for which gpu.md 3.7 keeps 3-5 GiB free.
+// micro-batch of the layout's segments; on a GPU what it shows once sampler and executor are made, with the Region of Share as one entry.
+// Both byte for byte when the planner's device has the table of that device: without the CUDA kernels the workspaces of a GPU are left out but
+// for an estimate of the largest. The driver's context and what graphs take is never in it: gpu.md 3.7 keeps 3-5 GiB free for those.
 func (pl *MemoryPlanner) Footprint(l Layout) (*Footprint, error) {
-	f := &Footprint{Placement: l.Placement}
+	f := &Footprint{Placement: l.Placement, Table: pl.dev.Info().Table}
 	if err := pl.parameters(f, &l); err != nil {
 		return nil, fmt.Errorf("plan memory: %w", err)
 	}
@@ -200,15 +238,10 @@ func (pl *MemoryPlanner) Footprint(l Layout) (*Footprint, error) {
 			return nil, fmt.Errorf("plan memory: %w", err)
 		}
 	}
-	return f, nil
-}
-
-// storage is the type of most floats.
-func (l *Layout) storage() kernels.DType {
-	if l.Placement == OnGPU {
-		return kernels.BF16
+	for _, p := range []Phase{Rollout, Training} {
+		f.add(p, LinePadding, f.gaps[p])
 	}
-	return l.DType
+	return f, nil
 }
 
 // padElems is the length of an arena of tensors.
@@ -230,7 +263,7 @@ func (pl *MemoryPlanner) adapter(f *Footprint, l *LoRA, dt kernels.DType) (train
 	f.add(Resident, LineFrozen, padElems(ms...)*elem)
 	f.add(Resident, LineAdapter, 2*trained*elem) // A, B and the scaled ones
 	f.add(Resident, LineScale, int64(len(scaleParts(l.Scale(), dt)))*int64(l.Rank)*int64(l.Rank)*elem)
-	f.add(Resident, LineMerge, align) // no product of the merge needs more on the CPU
+	f.add(Resident, LineMerge, mergeWorkspace(pl.dev, dt, ms, int64(l.Rank)))
 	return trained, nil
 }
 
@@ -241,13 +274,13 @@ func (pl *MemoryPlanner) parameters(f *Footprint, l *Layout) error {
 	}
 	var weights int64
 	for _, t := range pl.cfg.Tensors() {
-		weights += padElems(t) * int64(weightDType(l.storage(), t.KeepF32).Size())
+		weights += padElems(t) * int64(weightDType(l.DType, t.KeepF32).Size())
 	}
 	f.add(Resident, LineWeights, weights)
 	trained := padElems(pl.cfg.Tensors()...)
 	if l.LoRA != nil {
 		var err error
-		if trained, err = pl.adapter(f, l.LoRA, l.storage()); err != nil {
+		if trained, err = pl.adapter(f, l.LoRA, l.DType); err != nil {
 			return err
 		}
 	}
@@ -257,11 +290,11 @@ func (pl *MemoryPlanner) parameters(f *Footprint, l *Layout) error {
 	switch {
 	case l.Recipe.HiLo:
 		f.add(Resident, LineLow, 2*trained)
-	case l.Placement == OnGPU:
+	case l.DType == kernels.BF16:
 		f.add(Resident, LineMaster, 4*trained)
 	}
 	f.add(Resident, LineMoments, 2*l.Recipe.momentBytes(trained))
-	f.add(Training, LineGrads, 4*trained)
+	f.buffer(Training, Line{Name: LineGrads, Bytes: 4 * trained})
 	return nil
 }
 
@@ -277,31 +310,33 @@ func (r Recipe) momentBytes(n int64) int64 {
 }
 
 // sampler adds a Runner after its largest pass: MaxRows rows appended to MaxSeqs sequences, each of which samples, the longest of which has
-// Context tokens.
+// Context tokens. What it uploads to and its workspace are not in a GPU's region.
 func (pl *MemoryPlanner) sampler(f *Footprint, l *Layout) error {
-	c, o, dt := pl.cfg, l.Runner, l.storage()
+	c, o, dt, fixed := pl.cfg, l.Runner, l.DType, Rollout
+	if l.Placement == OnGPU {
+		fixed = Resident
+	}
 	o.setDefaults()
 	kv, rec, conv := cacheBytes(c, dt, o.MaxSeqs, o.numPages(), o.PageSize)
-	f.add(Rollout, LineKV, int64(2*c.NumFull())*kv)
-	f.add(Rollout, LineRecurrent, int64(c.NumLinear())*rec)
-	f.add(Rollout, LineConv, int64(c.NumLinear())*conv)
-	f.add(Rollout, LineSlots, 8*int64(o.MaxSeqs))
+	f.buffer(Rollout, Line{Name: LineKV, Bytes: int64(2*c.NumFull()) * kv}, Line{Name: LineRecurrent, Bytes: int64(c.NumLinear()) * rec},
+		Line{Name: LineConv, Bytes: int64(c.NumLinear()) * conv})
+	f.add(fixed, LineSlots, 8*int64(o.MaxSeqs))
 	var a activations
 	var acts int64
 	for _, x := range a.fields(c, dt, o.MaxRows) {
 		acts += x.bytes
 	}
-	f.add(Rollout, LineSampler, acts)
-	f.add(Rollout, LineSampleRows, sampleRowBytes(o.MaxSeqs, dt))
+	f.buffer(Rollout, Line{Name: LineSampler, Bytes: acts})
+	f.add(fixed, LineSampleRows, sampleRowBytes(o.MaxSeqs, dt))
 	forest, err := planForest(int64(o.MaxRows), o.MaxSeqs)
 	if err != nil {
 		return err
 	}
 	x := &passIndex{rows: int64(o.MaxRows), sampled: int64(o.MaxSeqs), maxPages: int64((max(l.Context, 1) + o.PageSize - 1) / o.PageSize), forest: argsOf(forest)}
-	f.add(Rollout, LineIndices, room(indexRoom(x.numInts(o.MaxSeqs), forest.DeviceBytes())))
-	if l.Placement == OnCPU {
-		if ws := passWorkspace(pl.null, c, dt, x, o.PageSize); ws > 0 {
-			f.add(Rollout, LineScratch, room(ws))
+	f.add(fixed, LineIndices, room(indexRoom(x.numInts(o.MaxSeqs), forest.DeviceBytes())))
+	if l.Placement == OnCPU || pl.native() {
+		if ws := passWorkspace(pl.dev, c, dt, x, o.PageSize); ws > 0 {
+			f.add(fixed, LineScratch, room(ws))
 		}
 	}
 	return nil
@@ -309,7 +344,7 @@ func (pl *MemoryPlanner) sampler(f *Footprint, l *Layout) error {
 
 // executor adds an Exec that has run a micro-batch and a gradient norm.
 func (pl *MemoryPlanner) executor(f *Footprint, l *Layout) error {
-	o, dt := l.Exec, l.storage()
+	o, dt := l.Exec, l.DType
 	if o.MaxTargets == 0 {
 		o.MaxTargets = o.MaxRows
 	}
@@ -319,6 +354,10 @@ func (pl *MemoryPlanner) executor(f *Footprint, l *Layout) error {
 	prog, err := pl.Program(*l)
 	if err != nil {
 		return err
+	}
+	if l.Placement == OnGPU {
+		pl.planned(f, prog, o)
+		return nil
 	}
 	forest, err := planForest(int64(o.MaxRows), planSegments)
 	if l.Segments != nil {
@@ -334,22 +373,63 @@ func (pl *MemoryPlanner) executor(f *Footprint, l *Layout) error {
 		acts = max(acts, prog.ArenaBytes(sh, dt))
 	}
 	f.add(Training, LineActs, acts)
-	var batch int64
-	for _, n := range portBytes(o.MaxRows, o.MaxTargets, dt) {
-		batch += n
-	}
-	f.add(Training, LineBatch, batch)
+	f.add(Training, LineBatch, batchBytes(o.MaxRows, o.MaxTargets, dt))
 	f.add(Training, LineForest, forest.DeviceBytes())
 	f.add(Training, LineNorms, 8*int64(len(prog.gr.Trained)))
-	if l.Placement == OnGPU {
-		f.add(Training, LineLogitsWave, waveRows*int64(pl.cfg.VocabSize)*2)
-		return nil
-	}
 	args := argsOf(forest)
 	targets := min(o.MaxTargets, forest.NumRows)
 	sh = Shapes{Rows: int64(forest.NumRows), Targets: int64(targets), States: statesOf(forest)}
-	f.add(Training, LineWorkspace, max(prog.bind(pl.null, sh, &args), normWorkspace(pl.null, prog.gr.Trained), align))
+	f.add(Training, LineWorkspace, max(prog.bind(pl.dev, sh, &args), normWorkspace(pl.dev, prog.gr.Trained), align))
 	return nil
+}
+
+// planned adds the buffers of an Exec with MaxStates in the order that it allocates them in.
+func (pl *MemoryPlanner) planned(f *Footprint, prog *Program, o ExecOptions) {
+	if o.MaxStates == 0 {
+		o.MaxStates = PlannedStates(o.MaxRows)
+	}
+	r := prog.room(pl.dev, o)
+	ws := Line{Name: LineWorkspace, Bytes: r.ws}
+	if !pl.native() {
+		ws = Line{Name: LineLogitsWave, Bytes: waveRows * int64(pl.cfg.VocabSize) * 2}
+	}
+	for _, l := range []Line{{Name: LineBatch, Bytes: r.batch}, {Name: LineNorms, Bytes: r.norms}, {Name: LineActs, Bytes: r.acts}, {Name: LineForest, Bytes: r.forest}, ws} {
+		f.buffer(Training, l)
+	}
+}
+
+// execRoom is the memory of an Exec with MaxStates, for the largest batch.
+type execRoom struct {
+	shapes                         Shapes
+	batch, norms, acts, forest, ws int64
+}
+
+// room sizes an Exec for every batch of up to MaxRows rows, MaxTargets targets and MaxStates states. Workspaces grow with each of the numbers
+// they depend on, so that those of the largest are enough for all: a segment has two states at least.
+func (p *Program) room(dev *kernels.Device, o ExecOptions) execRoom {
+	sh := Shapes{Rows: int64(o.MaxRows), Targets: int64(o.MaxTargets), States: int64(o.MaxStates)}
+	segs := max(min(o.MaxStates/2, o.MaxRows), 1)
+	args := kernels.ForestArgs{NumSeg: int32(segs), NumRows: int32(o.MaxRows), NumChunks: int32(o.MaxStates), MaxLen: int32(o.MaxRows)}
+	return execRoom{shapes: sh, batch: batchBytes(o.MaxRows, o.MaxTargets, p.opt.DType), norms: 8 * int64(len(p.gr.Trained)), acts: p.ArenaBytes(sh, p.opt.DType),
+		forest: kernels.ForestBytes(o.MaxRows, segs), ws: max(p.widest(dev, sh, &args), normWorkspace(dev, p.gr.Trained), align)}
+}
+
+// widest is the workspace that the records share, with the whole vocabulary at the head, whichever of its entries exist.
+func (p *Program) widest(dev *kernels.Device, sh Shapes, f *kernels.ForestArgs) int64 {
+	ws := p.bind(dev, sh, f)
+	for _, r := range p.records {
+		switch r.op {
+		case kernels.OpLMHead:
+			a := *(*kernels.LMHeadArgs)(r.args)
+			a.VocabValid = a.V
+			ws = max(ws, dev.Workspace(r.op, unsafe.Pointer(&a)))
+		case kernels.OpLMHeadBwd:
+			a := *(*kernels.LMHeadBwdArgs)(r.args)
+			a.VocabValid = a.V
+			ws = max(ws, dev.Workspace(r.op, unsafe.Pointer(&a)))
+		}
+	}
+	return ws
 }
 
 // normWorkspace is what the norm of the gradients needs.

@@ -83,7 +83,7 @@ func TestFootprintIsTheLedger(t *testing.T) {
 			}
 			_ = must[float64](t)(e.GradNorm())
 
-			pl := must[*MemoryPlanner](t)(NewMemoryPlanner(c.cfg))
+			pl := must[*MemoryPlanner](t)(NewMemoryPlanner(c.cfg, nil))
 			defer pl.Close()
 			f := must[*Footprint](t)(pl.Footprint(Layout{Train: true, LoRA: c.lora, Recipe: c.recipe, Runner: c.runner, Context: c.perSeq, Exec: ExecOptions{MaxRows: c.rows, Recompute: c.recompute}, Segments: b.Segments}))
 			got := ledgerOf(d)
@@ -141,7 +141,7 @@ func planned(t *testing.T, name string) (*Config, *MemoryPlanner) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pl := must[*MemoryPlanner](t)(NewMemoryPlanner(cfg))
+	pl := must[*MemoryPlanner](t)(NewMemoryPlanner(cfg, nil))
 	t.Cleanup(func() { pl.Close() })
 	return cfg, pl
 }
@@ -170,7 +170,7 @@ func TestFootprintTable(t *testing.T) {
 				}
 			}
 			plan := func(r Recipe, a *LoRA) *Footprint {
-				return must[*Footprint](t)(pl.Footprint(Layout{Placement: OnGPU, Train: true, Recipe: r, LoRA: a, Exec: ExecOptions{MaxRows: 64, Recompute: true}}))
+				return must[*Footprint](t)(pl.Footprint(Layout{Placement: OnGPU, DType: kernels.BF16, Train: true, Recipe: r, LoRA: a, Exec: ExecOptions{MaxRows: 64, Recompute: true}}))
 			}
 			h := plan(Recipe{States: kernels.StateBF16, HiLo: true}, nil)
 			gib("weights", h.Bytes(LineWeights), c.weights[0])
@@ -197,7 +197,7 @@ func TestFootprintTable(t *testing.T) {
 			// Slots: 139 GiB, 5 of them kept free, the resident state out; KV of the context and one state each.
 			pool := 139*float64(gibibyte) - 5*float64(gibibyte) - float64(resident(h))
 			for ctx, want := range map[int]int{4096: c.slots4k, 16384: c.slots16k} {
-				one := must[*Footprint](t)(pl.Footprint(Layout{Placement: OnGPU, Runner: RunnerOptions{MaxSeqs: 1, MaxTokens: ctx}, Context: ctx}))
+				one := must[*Footprint](t)(pl.Footprint(Layout{Placement: OnGPU, DType: kernels.BF16, Runner: RunnerOptions{MaxSeqs: 1, MaxTokens: ctx}, Context: ctx}))
 				slot := one.Bytes(LineKV) + one.Bytes(LineRecurrent) + one.Bytes(LineConv)
 				if kv := int64(ctx) * 32768; one.Bytes(LineKV) != kv || slot != kv+51511296 {
 					t.Errorf("context %d: a slot is %d bytes, %d of keys and values", ctx, slot, one.Bytes(LineKV))

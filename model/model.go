@@ -22,6 +22,8 @@ type Model struct {
 	Dev     *kernels.Device
 	Tok     *Tokenizer        // nil when the directory has none
 	Files   map[string][]byte // tokenizer and template files of the directory, written again by Save
+
+	region *Region // memory that sampler and executor share, nil without
 }
 
 // LoadOptions say how parameters are held. DType is kernels.F32 (the default), kernels.F64 on the cpu, or kernels.BF16 where the device
@@ -32,6 +34,8 @@ type LoadOptions struct {
 	Train           bool
 	Optim           Recipe
 	SkipFiniteCheck bool
+	// Shared leaves the gradients without memory until Share gives them some: they lie in it by turns with the sampler's.
+	Shared bool
 }
 
 // FS is the tokenizer and template files that came with the weights.
@@ -95,7 +99,7 @@ func load(fsys fs.FS, origin string, dev *kernels.Device, o LoadOptions, open fu
 	if err := c.Check(cfg); err != nil {
 		return nil, err
 	}
-	if m.Params, err = newParams(cfg.Tensors(), dev, o.DType, o.Train, o.Optim); err != nil {
+	if m.Params, err = newParams(cfg.Tensors(), dev, o); err != nil {
 		return nil, err
 	}
 	if err := m.Params.load(c, !o.SkipFiniteCheck); err != nil {
@@ -114,7 +118,7 @@ func NewRandom(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*M
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
-	p, err := newParams(cfg.Tensors(), dev, o.DType, o.Train, o.Optim)
+	p, err := newParams(cfg.Tensors(), dev, o)
 	if err != nil {
 		return nil, err
 	}
@@ -171,6 +175,7 @@ func (m *Model) WeightsSHA256() (string, error) { return m.Params.sha256() }
 
 // Close frees the parameters.
 func (m *Model) Close() {
+	m.region.Close()
 	if m.Adapter != nil {
 		m.dropAdapter()
 	}

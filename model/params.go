@@ -65,13 +65,15 @@ type Params struct {
 	stream  *kernels.Stream
 	recipe  Recipe
 	arena   [numKinds]*kernels.Buffer
+	shared  bool        // gradients lie in a Region
 	rounded atomic.Bool // an upload of weights lost bits: there are no lower halves to keep them
 }
 
-// newParams lays out the tensors of specs in their order and allocates the arenas, zeroed. The recipe counts with train; without, only its
-// HiLo does.
-func newParams(specs []TensorSpec, dev *kernels.Device, dtype kernels.DType, train bool, r Recipe) (*Params, error) {
-	if err := r.check(dtype, train); err != nil {
+// newParams lays out the tensors of specs in their order and allocates the arenas that o asks for, zeroed. The recipe counts with Train;
+// without, only its HiLo does.
+func newParams(specs []TensorSpec, dev *kernels.Device, o LoadOptions) (*Params, error) {
+	dtype, r := o.DType, o.Optim
+	if err := r.check(dtype, o.Train); err != nil {
 		return nil, err
 	}
 	if !dev.Stores(dtype) {
@@ -87,7 +89,11 @@ func newParams(specs []TensorSpec, dev *kernels.Device, dtype kernels.DType, tra
 			p.kept += n
 		}
 	}
-	for _, k := range r.kinds(train) {
+	p.shared = o.Train && o.Shared
+	for _, k := range r.kinds(o.Train) {
+		if k == Grads && p.shared {
+			continue
+		}
 		bytes := p.arenaBytes(k)
 		b, err := dev.Alloc(bytes, k.String())
 		if err != nil {
@@ -149,10 +155,21 @@ func (p *Params) entry(kind StateKind, name string) (Entry, kernels.Ptr, error) 
 	if !ok {
 		return e, 0, fmt.Errorf("no parameter %q", name)
 	}
-	if !p.Has(kind) {
-		return e, 0, fmt.Errorf("arena %s is not allocated (load the model with Train)", kind)
+	if err := p.usable(kind); err != nil {
+		return e, 0, err
 	}
 	return e, p.at(kind, e, 0), nil
+}
+
+// usable says why an arena cannot be read or written now.
+func (p *Params) usable(kind StateKind) error {
+	switch {
+	case !p.Has(kind):
+		return fmt.Errorf("arena %s is not allocated (load the model with Train)", kind)
+	case !p.arena[kind].Usable():
+		return fmt.Errorf("arena %s is kept while training only: its memory is the sampler's now", kind)
+	}
+	return nil
 }
 
 // read downloads the bytes of a tensor.
@@ -219,8 +236,8 @@ func (p *Params) WriteF32(kind StateKind, name string, v []float32) error {
 
 // State returns the bytes of an arena: all tensors in table order, without padding, little-endian, in their types there.
 func (p *Params) State(kind StateKind) ([]byte, error) {
-	if !p.Has(kind) {
-		return nil, fmt.Errorf("read %s: arena is not allocated (load the model with Train)", kind)
+	if err := p.usable(kind); err != nil {
+		return nil, fmt.Errorf("read %s: %w", kind, err)
 	}
 	out := make([]byte, p.stateBytes(kind))
 	to := int64(0)
@@ -244,8 +261,8 @@ func (p *Params) stateBytes(kind StateKind) (total int64) {
 
 // SetState restores an arena from the bytes of State of a model with the same configuration, dtype and recipe.
 func (p *Params) SetState(kind StateKind, b []byte) error {
-	if !p.Has(kind) {
-		return fmt.Errorf("restore %s: arena is not allocated (load the model with Train)", kind)
+	if err := p.usable(kind); err != nil {
+		return fmt.Errorf("restore %s: %w", kind, err)
 	}
 	if want := p.stateBytes(kind); int64(len(b)) != want {
 		return fmt.Errorf("restore %s: %d bytes, this model has %d", kind, len(b), want)

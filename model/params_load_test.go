@@ -72,7 +72,7 @@ func TestLoadInBoundedMemory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p, err := newParams(cfg.Tensors(), dev, kernels.F32, false, Recipe{})
+	p, err := newParams(cfg.Tensors(), dev, LoadOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}

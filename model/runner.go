@@ -67,6 +67,7 @@ type Runner struct {
 	dt    kernels.DType
 	valid int64 // vocabulary entries that may be sampled: the tokenizer's, or all without one
 	w     runnerWeights
+	mem   kernels.Allocator // of caches and activations: the device, or a phase of the model's Region
 
 	act  *kernels.Buffer // activations of MaxRows rows
 	a    activations
@@ -115,9 +116,12 @@ func NewRunner(m *Model, o RunnerOptions) (*Runner, error) {
 		return nil, fmt.Errorf("runner options: need max_seqs >= 1, page_size >= 1, max_tokens >= page_size, max_rows >= max_seqs; got %+v", o)
 	}
 	cfg := m.Config
-	r := &Runner{m: m, st: m.Dev.NewStream(), opt: o, dt: m.Params.DType, valid: m.ValidVocab()}
-	var err error
-	if r.cache, err = newPageCache(cfg, m.Dev, r.st, r.dt, o.MaxSeqs, o.numPages(), o.PageSize); err != nil {
+	mem, err := m.memory(Rollout)
+	if err != nil {
+		return nil, fmt.Errorf("make runner: %w", err)
+	}
+	r := &Runner{m: m, st: m.Dev.NewStream(), opt: o, dt: m.Params.DType, valid: m.ValidVocab(), mem: mem}
+	if r.cache, err = newPageCache(cfg, m.Dev, mem, r.st, r.dt, o.MaxSeqs, o.numPages(), o.PageSize); err != nil {
 		return nil, err
 	}
 	if err = r.allocate(); err != nil {
@@ -125,11 +129,19 @@ func NewRunner(m *Model, o RunnerOptions) (*Runner, error) {
 		return nil, err
 	}
 	r.bindWeights()
+	m.region.join(r, nil)
 	return r, r.st.Sync()
 }
 
+// usable says why the runner cannot be used now: its memory is the executor's.
+func (r *Runner) usable() error { return r.m.region.check(Rollout, "use sampler") }
+
+// live is the number of sequences.
+func (r *Runner) live() int { return len(r.cache.seqs) - len(r.cache.freeSeq) }
+
 // Close frees the device memory of r.
 func (r *Runner) Close() {
+	r.m.region.leave(r, nil)
 	for _, b := range []*kernels.Buffer{r.act, r.ws, r.ibuf, r.rbuf} {
 		if b != nil {
 			b.Free()
@@ -180,7 +192,7 @@ func (r *Runner) allocate() error {
 		total += f.bytes
 	}
 	var err error
-	if r.act, err = r.m.Dev.Alloc(total, "sampler activations"); err != nil {
+	if r.act, err = r.mem.Alloc(total, "sampler activations"); err != nil {
 		return fmt.Errorf("allocate sampler activations for %d rows: %w", r.opt.MaxRows, err)
 	}
 	off := int64(0)
@@ -217,11 +229,16 @@ func (r *Runner) bindWeights() {
 }
 
 // Acquire starts an empty sequence. Errors: ErrNoSlot.
-func (r *Runner) Acquire() (SeqID, error) { return r.cache.acquire() }
+func (r *Runner) Acquire() (SeqID, error) {
+	if err := r.usable(); err != nil {
+		return 0, err
+	}
+	return r.cache.acquire()
+}
 
 // Fork starts a sequence that continues src after its last fed token. Errors: ErrNoSlot, ErrNoPages.
 func (r *Runner) Fork(src SeqID) (SeqID, error) {
-	ids, err := r.cache.fork(src, 1)
+	ids, err := r.ForkN(src, 1)
 	if err != nil {
 		return 0, err
 	}
@@ -229,7 +246,12 @@ func (r *Runner) Fork(src SeqID) (SeqID, error) {
 }
 
 // ForkN forks src n times in one copy per layer.
-func (r *Runner) ForkN(src SeqID, n int) ([]SeqID, error) { return r.cache.fork(src, n) }
+func (r *Runner) ForkN(src SeqID, n int) ([]SeqID, error) {
+	if err := r.usable(); err != nil {
+		return nil, err
+	}
+	return r.cache.fork(src, n)
+}
 
 // Release ends a sequence and gives its pages back. Releasing a sequence that is not live is an error.
 func (r *Runner) Release(id SeqID) error { return r.cache.release(id) }
@@ -273,6 +295,9 @@ func (r *Runner) Step(ctx context.Context, work []Work) ([]Sampled, error) {
 	}
 	if len(work) == 0 {
 		return nil, nil
+	}
+	if err := r.usable(); err != nil {
+		return nil, err
 	}
 	if err := r.checkWork(work); err != nil {
 		return nil, err

@@ -42,7 +42,7 @@ func TestMemoryPlanIsWhatRunsHold(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer d.Close()
-			pl, err := model.NewMemoryPlanner(m.Config)
+			pl, err := model.NewMemoryPlanner(m.Config, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -74,7 +74,7 @@ func TestMemoryPlanLimits(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pl, err := model.NewMemoryPlanner(mc)
+	pl, err := model.NewMemoryPlanner(mc, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,7 +119,7 @@ func TestFitMemory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pl, err := model.NewMemoryPlanner(mc)
+	pl, err := model.NewMemoryPlanner(mc, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -63,7 +63,7 @@ func withPlanner(dir string, f func(cfg *model.Config, pl *model.MemoryPlanner) 
 	if err != nil {
 		return err
 	}
-	pl, err := model.NewMemoryPlanner(cfg)
+	pl, err := model.NewMemoryPlanner(cfg, nil)
 	if err != nil {
 		return err
 	}
