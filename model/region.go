@@ -19,6 +19,9 @@ type Region struct {
 	exec   *Exec
 }
 
+// Shared reports whether the model was loaded to Share memory and does not yet.
+func (m *Model) Shared() bool { return m.Trainable().shared && m.region == nil }
+
 // Share makes the Region of a model that was loaded with Shared, for a sampler and an executor of the given sizes and sequences of up to context
 // tokens. NewRunner and NewExec take their memory from it from then on, each in its phase; Rollout is entered. What does not fit is an error
 // with the bytes of both phases.

@@ -80,6 +80,29 @@ type tree struct {
 	pairs int
 }
 
+// packLimits are the most rows, (row, target) pairs and states of the delta rule of a microbatch; states 0 = any number.
+type packLimits struct{ rows, pairs, states int }
+
+func (d *Deps) limits() packLimits { return packLimits{d.MaxRows, d.MaxTargets, d.MaxStates} }
+
+// over reports whether a tree is too large for a microbatch. With more sequences in the tree no count falls.
+func (l packLimits) over(t *tree) bool {
+	return t.rows > l.rows || t.pairs > l.pairs || l.states > 0 && t.states() > l.states
+}
+
+// states counts the states of the delta rule.
+func (t *tree) states() (n int) {
+	var count func(ns []*node)
+	count = func(ns []*node) {
+		for _, x := range ns {
+			n += model.NumStates(len(x.ids))
+			count(x.children)
+		}
+	}
+	count(t.roots)
+	return n
+}
+
 // insert adds a sequence; its last token needs no row, because nothing follows it.
 func (t *tree) insert(q sequence) {
 	ids := q.ids[:len(q.ids)-1]
@@ -195,20 +218,24 @@ func (b *microbatch) finish() {
 	b.Rows, b.Targets, b.at = rows, targets, at
 }
 
-// pack turns trajectories into microbatches of at most maxRows rows and
-// maxTargets pairs, in order; units[i] are the sequences of one trajectory, which
-// stay together. Whatever the members of a microbatch have in common is computed
-// once: the prompt of a group above all, and what groups share of it.
-func pack(units [][]sequence, maxRows, maxTargets int) ([]*microbatch, error) {
+// pack turns trajectories into microbatches within the limits, in order; units[i]
+// are the sequences of one trajectory, which stay together. Whatever the members
+// of a microbatch have in common is computed once: the prompt of a group above
+// all, and what groups share of it.
+func pack(units [][]sequence, most packLimits) ([]*microbatch, error) {
 	var out []*microbatch
 	for len(units) > 0 {
-		over := func(n int) bool { t := build(units[:n]); return t.rows > maxRows || t.pairs > maxTargets }
-		// Both counts grow with n, so the largest n that fits is found by halving.
+		over := func(n int) bool { return most.over(build(units[:n])) }
+		// The counts grow with n, so the largest n that fits is found by halving.
 		n := sort.Search(len(units), func(n int) bool { return over(n + 1) })
 		if n == 0 {
 			t := build(units[:1])
+			if t.rows <= most.rows && t.pairs <= most.pairs {
+				return nil, hinted("pack batch", "raise model.micro_rows, or lower rollout.max_turns",
+					"one trajectory has %d states of the delta rule, which memory is planned with %d of for a microbatch of %d rows: its parts are many and short", t.states(), most.states, most.rows)
+			}
 			return nil, hinted("pack batch", "lower model.max_len or rollout.max_turns, or raise the rows of a microbatch",
-				"one trajectory has %d rows and %d targets, a microbatch holds %d and %d", t.rows, t.pairs, maxRows, maxTargets)
+				"one trajectory has %d rows and %d targets, a microbatch holds %d and %d", t.rows, t.pairs, most.rows, most.pairs)
 		}
 		b := &microbatch{}
 		build(units[:n]).layout(b)

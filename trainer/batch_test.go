@@ -102,7 +102,7 @@ func TestPackKeepsContexts(t *testing.T) {
 			units = append(units, seqs)
 		}
 		maxRows := rapid.IntRange(2*longest, 6*longest).Draw(rt, "rows")
-		bs, err := pack(units, maxRows, maxRows)
+		bs, err := pack(units, packLimits{rows: maxRows, pairs: maxRows})
 		if err != nil {
 			rt.Fatal(err)
 		}
@@ -148,7 +148,7 @@ func TestPackSharesThePrompt(t *testing.T) {
 		seqs, _ := sequencesOf([]harness.LedgerSegment{segmentOf(ids, 100, -20)}, i)
 		units = append(units, seqs)
 	}
-	bs, err := pack(units, 1000, 1000)
+	bs, err := pack(units, packLimits{rows: 1000, pairs: 1000})
 	if err != nil || len(bs) != 1 {
 		t.Fatalf("%d microbatches, %v", len(bs), err)
 	}
@@ -172,7 +172,7 @@ func TestPackOfARescueGroup(t *testing.T) {
 		seqs, _ := sequencesOf([]harness.LedgerSegment{segmentOf(ids, 20+7*i, -20)}, i)
 		units = append(units, seqs)
 	}
-	bs, err := pack(units, 10000, 1000)
+	bs, err := pack(units, packLimits{rows: 10000, pairs: 1000})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -206,7 +206,7 @@ func TestPackEdges(t *testing.T) {
 				seqs, cols := sequencesOf(s, i)
 				units, counts = append(units, seqs), append(counts, len(cols.logProb))
 			}
-			bs, err := pack(units, 1000, 1000)
+			bs, err := pack(units, packLimits{rows: 1000, pairs: 1000})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -223,7 +223,7 @@ func TestPackEdges(t *testing.T) {
 		})
 	}
 	seqs, _ := sequencesOf([]harness.LedgerSegment{segmentOf(same, 50, -3)}, 0)
-	if _, err := pack([][]sequence{seqs}, 51, 100); err == nil || Hint(err) == "" {
+	if _, err := pack([][]sequence{seqs}, packLimits{rows: 51, pairs: 100}); err == nil || Hint(err) == "" {
 		t.Errorf("too long a trajectory: %v", err)
 	}
 	if err := checkPacked([]*microbatch{{at: []target{{0, 0}}, Batch: model.Batch{Rows: []int32{0}}}}, []int{2}); err == nil {

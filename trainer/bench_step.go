@@ -67,9 +67,11 @@ func BenchStep(ctx context.Context, cfg Config, d *Deps, o BenchStepOptions) (*B
 			}
 			sampled := since(start)
 			var st updateStats
-			err = r.sched.Exclusive(ctx, func() (err error) {
-				st, err = u.update(ctx, step+1, groups)
-				return err
+			err = r.sched.Exclusive(ctx, func() error {
+				return bench.training(func() (err error) {
+					st, err = u.update(ctx, step+1, groups)
+					return err
+				})
 			})
 			if err != nil {
 				return err

@@ -60,6 +60,12 @@ type Policy interface {
 	SHA256() (string, error)
 }
 
+// Phases hands device memory over between sampling (model.Rollout) and training (model.Training); *model.Region is one. Sequences must be
+// released before Training is entered, which clears the gradients; Rollout drops gradients and activations.
+type Phases interface {
+	Enter(p model.Phase) error
+}
+
 // Tokens is the text side of a tokenizer; *model.Tokenizer is one.
 type Tokens interface {
 	chat.Encoder
@@ -76,10 +82,12 @@ type Deps struct {
 	Sampler  Sampler
 	Learner  Learner
 	Policy   Policy
+	Phases   Phases            // nil: sampler and learner lie side by side
 	Demos    map[string]string // demonstrations named by harness `demo` ops
 
 	MaxRows    int // rows of one microbatch
 	MaxTargets int // (row, target) pairs of one microbatch
+	MaxStates  int // states of the delta rule of one microbatch (model.NumStates), 0 = any number
 	Log        *slog.Logger
 
 	closers []func() error
@@ -120,31 +128,66 @@ func AssembleBench(cfg Config, m *model.Model, o AssembleOptions) (*Deps, error)
 	return d, d.build(cfg, m, o)
 }
 
-// build makes runner and executor for the configured budgets; after an error nothing stays allocated.
+// build makes runner and executor for the configured budgets, on a GPU in one region by turns when the model was loaded for that; after an
+// error nothing stays allocated.
 func (d *Deps) build(cfg Config, m *model.Model, o AssembleOptions) error {
 	exec := execOptions(cfg)
 	if o.MaxRows > 0 {
 		exec.MaxRows, exec.MaxTargets = o.MaxRows, o.MaxRows
 	}
+	if table := m.Dev.Info().Table; table != "cpu" { // memory does not grow there
+		exec.MaxStates = model.PlannedStates(exec.MaxRows)
+	}
+	d.MaxStates = exec.MaxStates
 	d.Policy, d.MaxRows, d.MaxTargets, d.Log = modelPolicy{m}, exec.MaxRows, exec.MaxTargets, o.Log
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)
 	}
+	if o.Train && m.Shared() {
+		g, err := m.Share(runnerOptions(cfg), exec, cfg.Model.MaxLen)
+		if err != nil {
+			return fmt.Errorf("assemble trainer: %w", err)
+		}
+		d.Phases = g
+		d.closers = append(d.closers, func() error { g.Close(); return nil })
+	}
 	r, err := model.NewRunner(m, runnerOptions(cfg))
 	if err != nil {
-		return fmt.Errorf("assemble trainer: make runner: %w", err)
+		return errors.Join(fmt.Errorf("assemble trainer: make runner: %w", err), d.Close())
 	}
 	d.Sampler = r
 	d.closers = append(d.closers, func() error { r.Close(); return nil })
-	if o.Train {
+	if !o.Train {
+		return nil
+	}
+	err = d.training(func() error {
 		x, err := model.NewExec(m, exec)
 		if err != nil {
-			return errors.Join(fmt.Errorf("assemble trainer: make executor: %w", err), d.Close())
+			return fmt.Errorf("make executor: %w", err)
 		}
 		d.Learner = x
 		d.closers = append(d.closers, func() error { x.Close(); return nil })
+		return nil
+	})
+	if err != nil {
+		return errors.Join(fmt.Errorf("assemble trainer: %w", err), d.Close())
 	}
 	return nil
+}
+
+// training runs f with the memory in the training phase and hands it back to the sampler, whatever f returns. No sequence may be live.
+func (d *Deps) training(f func() error) error {
+	if d.Phases == nil {
+		return f()
+	}
+	if err := d.Phases.Enter(model.Training); err != nil {
+		return &EngineError{err}
+	}
+	err := f()
+	if back := d.Phases.Enter(model.Rollout); back != nil {
+		err = errors.Join(err, &EngineError{back})
+	}
+	return err
 }
 
 // Close releases what Assemble built. The model stays open.

@@ -29,6 +29,11 @@ func (c LoRAConfig) Caution(lr float64) string {
 	return fmt.Sprintf("learning rate %g with lora.rank = %d: below %g an adapter hardly moves, 1e-5 to 5e-5 are usual", lr, c.Rank, leastLoRARate)
 }
 
+// training is how weights to train are loaded: on a GPU the gradients lie in memory that Assemble makes for sampler and executor by turns.
+func (c Config) training() model.LoadOptions {
+	return model.LoadOptions{DType: c.DType(), Train: true, Optim: c.Recipe(), Shared: c.Placement() == model.OnGPU}
+}
+
 // LoadPolicy loads what a run trains. from is the model folder of the checkpoint to go on from, "" for a fresh start. load reads a
 // checkpoint directory, "" = the shipped one. A LoRA run reads the weights of model.path each time; its checkpoints hold the adapter, which
 // names those weights by hash.
@@ -46,7 +51,7 @@ func LoadPolicy(cfg Config, from string, load func(dir string, o model.LoadOptio
 		if from == "" {
 			from = cfg.Model.Path
 		}
-		return load(from, model.LoadOptions{DType: cfg.DType(), Train: true, Optim: cfg.Recipe()})
+		return load(from, cfg.training())
 	}
 	m, err := load(cfg.Model.Path, model.LoadOptions{DType: cfg.DType()})
 	if err != nil {
@@ -55,7 +60,8 @@ func LoadPolicy(cfg Config, from string, load func(dir string, o model.LoadOptio
 		}
 		return nil, err
 	}
-	o := model.AdaptOptions{Train: true, Optim: cfg.Recipe(), Seed: cfg.Run.Seed, Path: cfg.Model.Path}
+	t := cfg.training()
+	o := model.AdaptOptions{Train: true, Optim: t.Optim, Shared: t.Shared, Seed: cfg.Run.Seed, Path: cfg.Model.Path}
 	if from == "" {
 		err = m.Adapt(l, o)
 	} else if err = m.LoadAdapter(from, o); err == nil {

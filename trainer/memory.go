@@ -1,6 +1,7 @@
 package trainer
 
 import (
+	"harness-s/kernels"
 	"harness-s/model"
 )
 
@@ -23,9 +24,18 @@ func execOptions(cfg Config) model.ExecOptions {
 	return model.ExecOptions{Temperature: cfg.Rollout.Temperature, MaxRows: rows, MaxTargets: rows, Recompute: cfg.Model.Recompute == "layers", Entropy: true}
 }
 
+// Placement is where a configuration runs: sampler and executor side by side on the CPU, or by turns in one region on cuda and emu.
+func (c Config) Placement() model.Placement {
+	if onGPU(c.Model.Device) {
+		return model.OnGPU
+	}
+	return model.OnCPU
+}
+
 // MemoryLayout is what a training run of the configuration holds.
 func MemoryLayout(cfg Config, at model.Placement) model.Layout {
-	l := model.Layout{Placement: at, DType: cfg.DType(), Train: true, Recipe: cfg.placed(at).Recipe(), Runner: runnerOptions(cfg), Context: cfg.Model.MaxLen, Exec: execOptions(cfg)}
+	cfg = cfg.placed(at)
+	l := model.Layout{Placement: at, DType: cfg.DType(), Train: true, Recipe: cfg.Recipe(), Runner: runnerOptions(cfg), Context: cfg.Model.MaxLen, Exec: execOptions(cfg)}
 	if a, on := cfg.LoRA.Adapter(); on {
 		l.LoRA = &a
 	}
@@ -34,7 +44,7 @@ func MemoryLayout(cfg Config, at model.Placement) model.Layout {
 
 // placed is the configuration as it would run there.
 func (c Config) placed(at model.Placement) Config {
-	if at == model.OnGPU {
+	if at == model.OnGPU && c.Placement() != at {
 		c.Model.Device = "cuda"
 	}
 	return c
@@ -54,6 +64,20 @@ func GPUBudget(bytes int64) MemoryBudget {
 	return MemoryBudget{Placement: model.OnGPU, Bytes: bytes, Reserve: gpuReserve}
 }
 
+// arenaSlack is what buffers in an arena take beyond their bytes, since each begins at a multiple of 256.
+const arenaSlack = 64 << 10
+
+// DeviceBudget is the budget of an open device that the configuration runs on; ram is the machine's memory, which is the device's where that
+// has no arena.
+func DeviceBudget(cfg Config, i kernels.Info, ram int64) MemoryBudget {
+	b := CPUBudget(ram)
+	b.Placement = cfg.Placement()
+	if i.Arena > 0 {
+		b.Bytes, b.Reserve = i.Arena, arenaSlack
+	}
+	return b
+}
+
 // CPUBudget is the budget of a machine with so many bytes of memory, a tenth of which belongs to the rest of the process and the system.
 func CPUBudget(bytes int64) MemoryBudget {
 	return MemoryBudget{Placement: model.OnCPU, Bytes: bytes, Reserve: bytes / 10}
@@ -62,6 +86,8 @@ func CPUBudget(bytes int64) MemoryBudget {
 // MemoryPlan is the memory of a configuration within a budget. Sizes are in bytes; the JSON keys are stable.
 type MemoryPlan struct {
 	Placement string       `json:"placement"` // cpu or gpu
+	DType     string       `json:"dtype"`     // of weights and activations
+	Kernels   string       `json:"kernels"`   // whose workspaces are counted: cpu, emu or cuda; on a gpu cpu stands for an estimate
 	Params    int64        `json:"params"`
 	Context   int          `json:"context"` // model.max_len
 	Slots     int          `json:"slots"`
@@ -128,7 +154,7 @@ func (b MemoryBudget) plan(cfg Config, pl *model.MemoryPlanner, params int64) (*
 	if err != nil {
 		return nil, nil, err
 	}
-	p := &MemoryPlan{Placement: b.Placement.String(), Params: params, Context: cfg.Model.MaxLen, Slots: cfg.Rollout.Slots, MicroRows: l.Exec.MaxRows,
+	p := &MemoryPlan{Placement: b.Placement.String(), DType: word(l.DType), Kernels: f.Table, Params: params, Context: cfg.Model.MaxLen, Slots: cfg.Rollout.Slots, MicroRows: l.Exec.MaxRows,
 		Recompute: cfg.Model.Recompute, States: cfg.Optim.States, Master: cfg.placed(b.Placement).master(), Lines: f.Lines,
 		Rollout: f.Phase(model.Rollout), Train: f.Phase(model.Training), Peak: f.Peak(), Budget: b.Bytes, Reserve: b.Reserve}
 	if l.LoRA != nil {
@@ -142,21 +168,25 @@ func (b MemoryBudget) plan(cfg Config, pl *model.MemoryPlanner, params int64) (*
 // maxPlanSlots and maxPlanRows are the largest values the configuration accepts.
 const maxPlanSlots, maxPlanRows = 65536, 1 << 20
 
-// alone is what only one phase uses.
-func alone(f *model.Footprint, p model.Phase) int64 { return f.Phase(p) - f.Phase(model.Resident) }
-
-// largestSlots varies the sampler of a plan; what is in use beside it stays: the resident lines and, on the CPU, the executor.
+// largestSlots varies the sampler of a plan; what is in use beside it stays: what is resident and, on the CPU, the executor.
 func (b MemoryBudget) largestSlots(cfg Config, pl *model.MemoryPlanner, f *model.Footprint) (int, error) {
-	beside := f.Phase(model.Resident)
-	if b.Placement == model.OnCPU {
-		beside = f.Phase(model.Training)
-	}
-	return largest(maxPlanSlots, func(n int) (bool, error) {
+	sampler := func(n int) (*model.Footprint, error) {
 		cfg.Rollout.Slots = n
 		l := MemoryLayout(cfg, b.Placement)
 		l.Train = false
-		s, err := pl.Footprint(l)
-		return err == nil && beside+alone(s, model.Rollout) <= b.Bytes-b.Reserve, err
+		return pl.Footprint(l)
+	}
+	s, err := sampler(cfg.Rollout.Slots)
+	if err != nil {
+		return 0, err
+	}
+	beside := f.Phase(model.Resident) - s.Phase(model.Resident)
+	if b.Placement == model.OnCPU {
+		beside = f.Phase(model.Training) - s.Phase(model.Resident)
+	}
+	return largest(maxPlanSlots, func(n int) (bool, error) {
+		s, err := sampler(n)
+		return err == nil && beside+s.Phase(model.Rollout) <= b.Bytes-b.Reserve, err
 	})
 }
 

@@ -47,7 +47,7 @@ func NewTiny(ctx context.Context, cfg Config, e env.Env, pool *harness.Pool, dev
 		}
 		mc.EOS = append(mc.EOS, id)
 	}
-	m, err := model.NewRandom(mc, dev, cfg.SFT.Seed, model.LoadOptions{DType: cfg.DType(), Train: true, Optim: cfg.Recipe()})
+	m, err := model.NewRandom(mc, dev, cfg.SFT.Seed, cfg.training())
 	if err != nil {
 		return nil, err
 	}

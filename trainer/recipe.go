@@ -11,10 +11,18 @@ import (
 // StorageOf is the type that a word of model.dtype stands for on a device, by the name that it is opened with: auto is bfloat16 on cuda and
 // emu, which store it, and float32 elsewhere.
 func StorageOf(dtype, device string) kernels.DType {
-	if dtype == "bfloat16" || dtype != "float32" && (device == "emu" || strings.HasPrefix(device, "cuda")) {
+	if dtype == "bfloat16" || dtype != "float32" && onGPU(device) {
 		return kernels.BF16
 	}
 	return kernels.F32
+}
+
+// onGPU reports whether a device, by the name that it is opened with, has the CUDA kernels.
+func onGPU(device string) bool { return device == "emu" || strings.HasPrefix(device, "cuda") }
+
+// word is the type in model.dtype.
+func word(t kernels.DType) string {
+	return map[kernels.DType]string{kernels.F32: "float32", kernels.BF16: "bfloat16"}[t]
 }
 
 // DType is the type of weights, activations and caches.
@@ -34,7 +42,7 @@ func (c Config) master() string {
 // Fixed replaces what "auto" leaves to the device by what it stands for, so that a run goes on with the same numbers elsewhere.
 func (c Config) Fixed() Config {
 	c.Optim.Master = c.master()
-	c.Model.DType = map[kernels.DType]string{kernels.F32: "float32", kernels.BF16: "bfloat16"}[c.DType()]
+	c.Model.DType = word(c.DType())
 	return c
 }
 

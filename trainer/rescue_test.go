@@ -164,7 +164,7 @@ func TestOutcomeClasses(t *testing.T) {
 				if g.Kind != c.kind || valid != c.valid {
 					t.Errorf("kind %s with %d valid, want %s with %d", g.Kind, valid, c.kind, c.valid)
 				}
-				if _, err := prepare(w.cfg, gs, 4096, 4096); err != nil || g.Drop != c.drop {
+				if _, err := prepare(w.cfg, gs, packLimits{rows: 4096, pairs: 4096}); err != nil || g.Drop != c.drop {
 					t.Errorf("drop %q, want %q (%v)", g.Drop, c.drop, err)
 				}
 			})

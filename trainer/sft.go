@@ -276,24 +276,8 @@ func RunSFT(ctx context.Context, cfg Config, d *Deps, o SFTOptions) (*SFTReport,
 		return nil, hinted("start warm start", "raise sft.tasks or lower sft.batch", "%d usable demonstrations, %d are held out and a step takes %d", len(units), held, cfg.SFT.Batch)
 	}
 	s := &sft{cfg: cfg, d: d, train: units[:len(units)-held], held: units[len(units)-held:]}
-	if rep.HeldOutBefore, err = s.heldOut(ctx); err != nil {
+	if err := d.training(func() error { return s.run(ctx, rep, o.Step) }); err != nil {
 		return nil, err
-	}
-	for step := 1; step <= cfg.SFT.Steps; step++ {
-		r, err := s.step(ctx, step)
-		if err != nil {
-			return nil, fmt.Errorf("step %d: %w", step, err)
-		}
-		if step == cfg.SFT.Steps || step%heldOutEvery == 0 {
-			if r.HeldOut, err = s.heldOut(ctx); err != nil {
-				return nil, err
-			}
-			rep.HeldOut = r.HeldOut
-		}
-		rep.Loss, rep.Tokens = r.Loss, rep.Tokens+r.Tokens
-		if o.Step != nil {
-			o.Step(r)
-		}
 	}
 	if o.Out != "" {
 		err := persist(ctx, cfg.Run.PauseLimit, nil, func(text string) { d.logger().Warn(text) }, func() error {
@@ -326,6 +310,30 @@ type sft struct {
 	train, held [][]sequence
 	epoch       int // whose order perm is, 1-based
 	perm        []int
+}
+
+// run makes every step and fills rep.
+func (s *sft) run(ctx context.Context, rep *SFTReport, report func(SFTStep)) (err error) {
+	if rep.HeldOutBefore, err = s.heldOut(ctx); err != nil {
+		return err
+	}
+	for step := 1; step <= s.cfg.SFT.Steps; step++ {
+		r, err := s.step(ctx, step)
+		if err != nil {
+			return fmt.Errorf("step %d: %w", step, err)
+		}
+		if step == s.cfg.SFT.Steps || step%heldOutEvery == 0 {
+			if r.HeldOut, err = s.heldOut(ctx); err != nil {
+				return err
+			}
+			rep.HeldOut = r.HeldOut
+		}
+		rep.Loss, rep.Tokens = r.Loss, rep.Tokens+r.Tokens
+		if report != nil {
+			report(r)
+		}
+	}
+	return nil
 }
 
 // batch is the demonstrations of a step (1-based): consecutive places of keyed
@@ -363,7 +371,7 @@ func (s *sft) packUnits(units [][]sequence) (bs []*microbatch, tokens int, err e
 			tokens += len(own[i][j].pos)
 		}
 	}
-	bs, err = pack(own, s.d.MaxRows, s.d.MaxTargets)
+	bs, err = pack(own, s.d.limits())
 	return bs, tokens, err
 }
 

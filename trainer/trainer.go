@@ -122,9 +122,11 @@ func (t *run) step(ctx context.Context, step int) error {
 	// token is trained in the context it was generated in.
 	began := time.Now()
 	var u updateStats
-	err = t.r.sched.Exclusive(ctx, func() (err error) {
-		u, err = t.updater.update(ctx, step, groups)
-		return err
+	err = t.r.sched.Exclusive(ctx, func() error {
+		return t.d.training(func() (err error) {
+			u, err = t.updater.update(ctx, step, groups)
+			return err
+		})
 	})
 	p.update = since(began)
 	if u.Gate.Warn || u.Gate.Stop {

@@ -36,7 +36,7 @@ type optimBatch struct {
 // prepare decides which groups are live, computes advantages once inside each
 // (R17) and packs. Groups without enough valid attempts or without contrast leave
 // with their reason (R11, R18).
-func prepare(cfg Config, groups []*Group, maxRows, maxTargets int) (*optimBatch, error) {
+func prepare(cfg Config, groups []*Group, most packLimits) (*optimBatch, error) {
 	b := &optimBatch{}
 	var units [][]sequence
 	var counts []int
@@ -72,7 +72,7 @@ func prepare(cfg Config, groups []*Group, maxRows, maxTargets int) (*optimBatch,
 		b.groups = append(b.groups, g)
 	}
 	var err error
-	if b.micro, err = pack(units, maxRows, maxTargets); err != nil {
+	if b.micro, err = pack(units, most); err != nil {
 		return nil, err
 	}
 	return b, checkPacked(b.micro, counts)
@@ -96,7 +96,7 @@ func checkAdvantages(ms []Member, adv []float64) error {
 // touches nothing (pitfalls.md row 55). It must run while nothing samples.
 func (u *updater) update(ctx context.Context, step int, groups []*Group) (updateStats, error) {
 	cfg, x := u.cfg, u.d.Learner
-	b, err := prepare(cfg, groups, u.d.MaxRows, u.d.MaxTargets)
+	b, err := prepare(cfg, groups, u.d.limits())
 	if err != nil {
 		return updateStats{}, err
 	}
