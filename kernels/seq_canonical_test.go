@@ -32,7 +32,7 @@ func canonicalDelta(t *testing.T, r *rig, l lin, T int) {
 	g := rand.New(rand.NewPCG(uint64(T), 17))
 	x := randConv(g, l, T).rounded(r)
 	ss, cs := l.nv*l.dk*l.dv, 3*l.conv()
-	var ring []float64 // what the first run leaves in its ring
+	var ring []float64                              // what the first run leaves in its ring
 	whole := func(rows []int) (o, last []float64) { // as training sees it: no slots
 		f := mkForest(t, nil, [2]int{len(rows), -1})
 		o, states, _ := r.gdn(f, l, r.convgate(f, l, x.rows(l, rows), nil).gdnIn, nil)
