@@ -227,6 +227,7 @@ typedef enum {
 } hs_op;
 
 typedef struct hs_stream hs_stream;   // opaque; the CPU's runs every op before returning
+typedef struct hs_graph hs_graph;     // opaque: launches with their arguments, in order
 
 typedef struct hs_api {
   uint32_t size, version;             // sizeof(hs_api), HS_ABI_VERSION
@@ -239,6 +240,18 @@ typedef struct hs_api {
   hs_status (*stream_sync)(hs_stream*);
   int64_t (*workspace)(int32_t op, const void* args);           // bytes of ws that run(op, args) needs; args as for run, pointers may be 0
   hs_status (*run)(hs_stream*, int32_t op, const void* args);   // the one entry for all ops: args points at the op's struct
+
+  // Graphs (cuda, emu; cpu answers HS_ERR_UNSUPPORTED). From graph_begin to graph_end, on one thread, run() checks and records what the op
+  // would launch, arguments copied, and runs nothing; stream_sync is an error. graph_launch runs it all in order with the same arguments, so what
+  // changes from one launch to the next must lie in device memory. graph_end ends the recording also when it fails. nodes: kernels and memsets.
+  hs_status (*graph_begin)(hs_stream*);
+  hs_status (*graph_end)(hs_stream*, hs_graph** out, int64_t* nodes);
+  hs_status (*graph_launch)(hs_stream*, hs_graph*);
+  void (*graph_destroy)(hs_graph*);
+
+  // Host memory that a device copies from and to by itself (page-locked on cuda), 64-byte aligned, zeroed.
+  hs_status (*host_alloc)(int64_t bytes, void** out);
+  void (*host_free)(void*);
 } hs_api;
 
 const hs_api* hs_get_api(uint32_t version);   // 0 when the version is not served

@@ -18,6 +18,7 @@ package kernels
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 #include "abi.h"
 #include "abi_layout.h"
@@ -38,6 +39,25 @@ static hs_result hs_shim_configure(const hs_api* api, const char* k, const char*
 static hs_result hs_shim_sync(const hs_api* api, uintptr_t stream) { return hs_result_of(api, api->stream_sync((hs_stream*)stream)); }
 static uintptr_t hs_shim_stream(const hs_api* api, uintptr_t native) { return (uintptr_t)api->stream_create((void*)native); }
 static void hs_shim_end_stream(const hs_api* api, uintptr_t stream) { api->stream_destroy((hs_stream*)stream); }
+
+static hs_result hs_shim_graph_begin(const hs_api* api, uintptr_t stream) { return hs_result_of(api, api->graph_begin((hs_stream*)stream)); }
+static hs_result hs_shim_graph_end(const hs_api* api, uintptr_t stream, uintptr_t* out, int64_t* nodes) {
+  hs_graph* g = 0;
+  hs_result r = hs_result_of(api, api->graph_end((hs_stream*)stream, &g, nodes));
+  *out = (uintptr_t)g;
+  return r;
+}
+static hs_result hs_shim_graph_launch(const hs_api* api, uintptr_t stream, uintptr_t g) {
+  return hs_result_of(api, api->graph_launch((hs_stream*)stream, (hs_graph*)g));
+}
+static void hs_shim_graph_destroy(const hs_api* api, uintptr_t g) { api->graph_destroy((hs_graph*)g); }
+static hs_result hs_shim_host_alloc(const hs_api* api, int64_t n, void** out) { return hs_result_of(api, api->host_alloc(n, out)); }
+static void hs_shim_host_free(const hs_api* api, void* p) { api->host_free(p); }
+static double hs_shim_now_ms(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+}
 
 // Of cuda/shim/shim.c, which the gpu build links: why there is no NVIDIA driver.
 __attribute__((weak)) const char* hs_cu_why(void);
@@ -217,6 +237,34 @@ func (t table) newStream(native uintptr) uintptr {
 func (t table) freeStream(h uintptr) { C.hs_shim_end_stream(t.api, C.uintptr_t(h)) }
 
 func (t table) sync(h uintptr) error { return resultError(C.hs_shim_sync(t.api, C.uintptr_t(h))) }
+
+func (t table) graphBegin(h uintptr) error {
+	return resultError(C.hs_shim_graph_begin(t.api, C.uintptr_t(h)))
+}
+
+func (t table) graphEnd(h uintptr) (g uintptr, nodes int64, err error) {
+	var out C.uintptr_t
+	var n C.int64_t
+	err = resultError(C.hs_shim_graph_end(t.api, C.uintptr_t(h), &out, &n))
+	return uintptr(out), int64(n), err
+}
+
+func (t table) graphLaunch(h, g uintptr) error {
+	return resultError(C.hs_shim_graph_launch(t.api, C.uintptr_t(h), C.uintptr_t(g)))
+}
+
+func (t table) graphFree(g uintptr) { C.hs_shim_graph_destroy(t.api, C.uintptr_t(g)) }
+
+// allocHost is host memory that the device copies from and to by itself.
+func (t table) allocHost(bytes int64) (p unsafe.Pointer, err error) {
+	err = resultError(C.hs_shim_host_alloc(t.api, C.int64_t(bytes), &p))
+	return p, err
+}
+
+func (t table) freeHost(p unsafe.Pointer) { C.hs_shim_host_free(t.api, p) }
+
+// nowMS is a clock for the intervals between events, in milliseconds.
+func nowMS() float64 { return float64(C.hs_shim_now_ms()) }
 
 // driverWhy says why no NVIDIA driver was loaded; "" when one was or this build has none.
 func driverWhy() string { return C.GoString(C.hs_shim_driver_why()) }

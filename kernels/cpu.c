@@ -406,6 +406,21 @@ static hs_status stream_sync(hs_stream* s) {
   return HS_OK;
 }
 
+static hs_status no_graphs(void) { return hs_fail(HS_ERR_UNSUPPORTED, "graphs exist on cuda and emu, not on the cpu"); }
+static hs_status graph_begin(hs_stream* s) { return (void)s, no_graphs(); }
+static hs_status graph_end(hs_stream* s, hs_graph** out, int64_t* nodes) { return (void)s, *out = 0, *nodes = 0, no_graphs(); }
+static hs_status graph_launch(hs_stream* s, hs_graph* g) { return (void)s, (void)g, no_graphs(); }
+static void graph_destroy(hs_graph* g) { (void)g; }
+
+static hs_status host_alloc(int64_t bytes, void** out) {
+  HS_NEED(bytes > 0, "host memory: %lld bytes", (long long)bytes);
+  *out = aligned_alloc(64, (size_t)HS_CEIL(bytes, 64) * 64);
+  if (!*out) return hs_fail(HS_ERR_DEVICE, "out of host memory for %lld bytes", (long long)bytes);
+  memset(*out, 0, (size_t)bytes);
+  return HS_OK;
+}
+static void host_free(void* p) { free(p); }
+
 static int64_t workspace(int32_t op, const void* args) {
   if (op < 0 || op >= HS_NUM_OPS || !args || !ops[op].ws) return 0;
   return ops[op].ws(args);
@@ -431,6 +446,8 @@ const hs_api* hs_get_api(uint32_t version) {
   static const hs_api api = {
     .size = sizeof(hs_api), .version = HS_ABI_VERSION, .name = "cpu", .build_info = build_info, .last_error = last_error, .configure = configure,
     .stream_create = stream_create, .stream_destroy = stream_destroy, .stream_sync = stream_sync, .workspace = workspace, .run = run,
+    .graph_begin = graph_begin, .graph_end = graph_end, .graph_launch = graph_launch, .graph_destroy = graph_destroy,
+    .host_alloc = host_alloc, .host_free = host_free,
   };
   return version == HS_ABI_VERSION ? &api : 0;
 }

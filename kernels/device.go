@@ -7,6 +7,8 @@
 // The package must never know what a model, a token or a reward is: it sees addresses, sizes and flags. Every op's result for a row
 // has the same bits whatever the batch, the row's place in it and the number of threads.
 //
+// A Graph is a recorded list of launches; HostBuffer and Event are what a program needs to stay ahead of a device.
+//
 // Start from Open, Stream and abi.h.
 package kernels
 
@@ -105,6 +107,24 @@ type driver interface {
 	fill(h uintptr, dst Ptr, n int64, v byte) error
 	configure(key, value string) error
 	close() error
+
+	graphBegin(h uintptr) error
+	graphEnd(h uintptr) (g uintptr, nodes int64, err error)
+	graphLaunch(h, g uintptr) error
+	graphFree(g uintptr)
+
+	// Host memory for copies that go on after the call has returned.
+	allocHost(bytes int64) (unsafe.Pointer, error)
+	freeHost(p unsafe.Pointer)
+	copyInAsync(h uintptr, dst Ptr, src unsafe.Pointer, n int64) error
+	copyOutAsync(h uintptr, dst unsafe.Pointer, src Ptr, n int64) error
+
+	newEvent() (uintptr, error)
+	recordEvent(h, e uintptr) error
+	waitEvent(e uintptr) error
+	queryEvent(e uintptr) (bool, error)
+	elapsed(start, end uintptr) (float64, error) // milliseconds
+	freeEvent(e uintptr)
 }
 
 // Device is an open device. Its methods are safe for concurrent use.
@@ -114,6 +134,7 @@ type Device struct {
 
 	mu       sync.Mutex
 	live     map[*Buffer]struct{}
+	hosts    map[*HostBuffer]struct{}
 	ledger   map[string]*LedgerLine
 	total    LedgerLine
 	numAlloc int
@@ -149,7 +170,7 @@ func Open(name string, o Options) (*Device, error) {
 }
 
 func newDevice(drv driver) *Device {
-	return &Device{drv: drv, live: map[*Buffer]struct{}{}, ledger: map[string]*LedgerLine{}, total: LedgerLine{Label: "total"}}
+	return &Device{drv: drv, live: map[*Buffer]struct{}{}, hosts: map[*HostBuffer]struct{}{}, ledger: map[string]*LedgerLine{}, total: LedgerLine{Label: "total"}}
 }
 
 // reserve allocates the arena, when there is to be one.
@@ -336,6 +357,11 @@ func (d *Device) Close() error {
 			leaks = append(leaks, fmt.Sprintf("%d x %q (%d bytes)", l.Buffers, l.Label, l.Bytes))
 		}
 	}
+	d.mu.Lock()
+	for b := range d.hosts {
+		leaks = append(leaks, fmt.Sprintf("host memory %q (%d bytes)", b.label, b.bytes))
+	}
+	d.mu.Unlock()
 	if leaks != nil {
 		return fmt.Errorf("close device: not freed: %s", strings.Join(leaks, ", "))
 	}
@@ -355,9 +381,10 @@ func (d *Device) Workspace(op Op, args unsafe.Pointer) int64 { return d.drv.work
 // Stream runs ops in order. The first failure sticks: later calls do nothing, Err and Sync return it. One goroutine at a time.
 // On the cpu every call is complete when it returns.
 type Stream struct {
-	drv driver
-	h   uintptr
-	err error
+	drv       driver
+	h         uintptr
+	err       error
+	capturing bool // a graph
 }
 
 // NewStream returns an idle stream; one that could not be made has failed already.
@@ -379,7 +406,7 @@ func (s *Stream) Err() error { return s.err }
 
 // Sync waits for everything issued so far and returns the first failure; the stream stays failed.
 func (s *Stream) Sync() error {
-	if s.err == nil {
+	if s.open("wait for the stream") {
 		s.err = s.drv.sync(s.h)
 	}
 	return s.err
@@ -487,7 +514,7 @@ func download[T any](s *Stream, dst []T, src Ptr) {
 
 // ready says whether a copy of n bytes at p should go ahead, and records what is wrong with it.
 func (s *Stream) ready(what string, p Ptr, n int64) bool {
-	if s.err != nil || n == 0 {
+	if n == 0 || !s.open(what) {
 		return false
 	}
 	if p == 0 || n < 0 {

@@ -3,6 +3,7 @@
 package kernels
 
 import (
+	"errors"
 	"fmt"
 	"runtime"
 	"strconv"
@@ -27,6 +28,8 @@ type cudaDriver struct {
 
 	mu      sync.Mutex
 	streams map[uintptr]cu.Stream // by the table's handle
+	events  map[uintptr]cu.Event
+	last    uintptr // handle of the last event made
 }
 
 // openCUDA opens "cuda:N" ("cuda" is "cuda:0") with the kernels of libhs_cuda.so.
@@ -81,7 +84,7 @@ func newCUDADriver(name string, ordinal int, tab table) (*cudaDriver, error) {
 	if err != nil {
 		return nil, fmt.Errorf("primary context of device %d: %w", ordinal, err)
 	}
-	d := &cudaDriver{name: name, tab: tab, dev: dev, ctx: ctx, streams: map[uintptr]cu.Stream{}}
+	d := &cudaDriver{name: name, tab: tab, dev: dev, ctx: ctx, streams: map[uintptr]cu.Stream{}, events: map[uintptr]cu.Event{}}
 	total, err := dev.TotalMem()
 	if err != nil {
 		return nil, fmt.Errorf("memory of device %d: %w", ordinal, err)
@@ -224,6 +227,109 @@ func (d *cudaDriver) copyOut(h uintptr, dst unsafe.Pointer, src Ptr, n int64) er
 func (d *cudaDriver) fill(h uintptr, dst Ptr, n int64, v byte) error {
 	s := d.stream(h)
 	return d.on("fill", func() error { return cu.MemsetD8Async(cu.DevicePtr(dst), v, n, s) })
+}
+
+func (d *cudaDriver) copyInAsync(h uintptr, dst Ptr, src unsafe.Pointer, n int64) error {
+	s := d.stream(h)
+	return d.on("copy to the device", func() error { return cu.MemcpyHtoDAsync(cu.DevicePtr(dst), src, n, s) })
+}
+
+func (d *cudaDriver) copyOutAsync(h uintptr, dst unsafe.Pointer, src Ptr, n int64) error {
+	s := d.stream(h)
+	return d.on("copy from the device", func() error { return cu.MemcpyDtoHAsync(dst, cu.DevicePtr(src), n, s) })
+}
+
+func (d *cudaDriver) allocHost(bytes int64) (p unsafe.Pointer, err error) {
+	err = d.on("allocate host memory", func() (err error) {
+		p, err = d.tab.allocHost(bytes)
+		return err
+	})
+	return p, err
+}
+
+func (d *cudaDriver) freeHost(p unsafe.Pointer) {
+	_ = d.on("free host memory", func() error { d.tab.freeHost(p); return nil })
+}
+
+func (d *cudaDriver) graphBegin(h uintptr) error {
+	return d.on("record a graph", func() error { return d.tab.graphBegin(h) })
+}
+
+func (d *cudaDriver) graphEnd(h uintptr) (g uintptr, nodes int64, err error) {
+	err = d.on("end a graph", func() (err error) {
+		g, nodes, err = d.tab.graphEnd(h)
+		return err
+	})
+	return g, nodes, err
+}
+
+func (d *cudaDriver) graphLaunch(h, g uintptr) error {
+	return d.on("launch a graph", func() error { return d.tab.graphLaunch(h, g) })
+}
+
+func (d *cudaDriver) graphFree(g uintptr) {
+	_ = d.on("free a graph", func() error { d.tab.graphFree(g); return nil })
+}
+
+func (d *cudaDriver) event(h uintptr) cu.Event {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.events[h]
+}
+
+func (d *cudaDriver) newEvent() (h uintptr, err error) {
+	err = d.on("make an event", func() error {
+		e, err := cu.MakeEvent(cu.DefaultEvent)
+		if err != nil {
+			return err
+		}
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.last++
+		h = d.last
+		d.events[h] = e
+		return nil
+	})
+	return h, err
+}
+
+func (d *cudaDriver) recordEvent(h, e uintptr) error {
+	s, ev := d.stream(h), d.event(e)
+	return d.on("record an event", func() error { return ev.Record(s) })
+}
+
+func (d *cudaDriver) waitEvent(e uintptr) error {
+	ev := d.event(e)
+	return d.on("wait for an event", ev.Synchronize)
+}
+
+func (d *cudaDriver) queryEvent(e uintptr) (done bool, err error) {
+	ev := d.event(e)
+	err = d.on("query an event", func() error {
+		err := ev.Query()
+		if done = err == nil; errors.Is(err, cu.NotReady) {
+			return nil
+		}
+		return err
+	})
+	return done, err
+}
+
+func (d *cudaDriver) elapsed(start, end uintptr) (ms float64, err error) {
+	from, to := d.event(start), d.event(end)
+	err = d.on("time between events", func() (err error) {
+		ms, err = from.Elapsed(to)
+		return err
+	})
+	return ms, err
+}
+
+func (d *cudaDriver) freeEvent(e uintptr) {
+	ev := d.event(e)
+	d.mu.Lock()
+	delete(d.events, e)
+	d.mu.Unlock()
+	_ = d.on("destroy an event", func() error { return cu.DestroyEvent(&ev) })
 }
 
 func (d *cudaDriver) configure(key, value string) error { return d.tab.configure(key, value) }

@@ -63,7 +63,18 @@ func TestCUDADriver(t *testing.T) {
 	if got[1] != 0 || got[2] != 3 {
 		t.Errorf("after a fill of 8 bytes: %v", got)
 	}
+	g, err := st.Capture(func() { st.Add(&VecArgs{N: 4, Src: b.At(0), Dst: b.At(16)}) })
+	if err != nil || g.Nodes() != 1 {
+		t.Fatalf("capture: %v", err)
+	}
+	st.Launch(g)
+	st.DownloadF32(got, b.At(16))
+	if err := st.Sync(); err != nil || got[0] != 11 || got[3] != 48 {
+		t.Errorf("after the graph: %v, %v", got, err)
+	}
+	g.Free()
 	st.Close()
+	hostRoundTrip(t, d)
 	if _, err := d.Alloc(2<<30, "big"); err == nil || !strings.Contains(err.Error(), "of 1073741824 free") {
 		t.Errorf("more than the device has: %v", err)
 	}

@@ -20,6 +20,8 @@ type hostDriver struct {
 
 	mu     sync.Mutex
 	damage []error // writes around guarded allocations, found when they were freed
+
+	hostClock
 }
 
 func openHost(o Options) (driver, error) {
@@ -166,9 +168,9 @@ func (d *hostDriver) set(p Ptr, n int64, v byte) error {
 }
 
 func (d *hostDriver) wait() error                 { return nil }
-func (d *hostDriver) newStream() (uintptr, error) { return 0, nil }
-func (d *hostDriver) freeStream(uintptr)          {}
-func (d *hostDriver) sync(uintptr) error          { return nil }
+func (d *hostDriver) newStream() (uintptr, error) { return d.tab.newStream(0), nil }
+func (d *hostDriver) freeStream(h uintptr)        { d.tab.freeStream(h) }
+func (d *hostDriver) sync(h uintptr) error        { return d.tab.sync(h) }
 
 func (d *hostDriver) run(h uintptr, op Op, args unsafe.Pointer) error { return d.tab.run(h, op, args) }
 
@@ -184,6 +186,65 @@ func (d *hostDriver) copyOut(_ uintptr, dst unsafe.Pointer, src Ptr, n int64) er
 	return nil
 }
 
+func (d *hostDriver) graphBegin(h uintptr) error                    { return d.tab.graphBegin(h) }
+func (d *hostDriver) graphEnd(h uintptr) (uintptr, int64, error)    { return d.tab.graphEnd(h) }
+func (d *hostDriver) graphLaunch(h, g uintptr) error                { return d.tab.graphLaunch(h, g) }
+func (d *hostDriver) graphFree(g uintptr)                           { d.tab.graphFree(g) }
+func (d *hostDriver) allocHost(bytes int64) (unsafe.Pointer, error) { return d.tab.allocHost(bytes) }
+func (d *hostDriver) freeHost(p unsafe.Pointer)                     { d.tab.freeHost(p) }
+
+func (d *hostDriver) copyInAsync(h uintptr, dst Ptr, src unsafe.Pointer, n int64) error {
+	return d.copyIn(h, dst, src, n)
+}
+
+func (d *hostDriver) copyOutAsync(h uintptr, dst unsafe.Pointer, src Ptr, n int64) error {
+	return d.copyOut(h, dst, src, n)
+}
+
+// hostClock are events of immediate streams: a recorded event has been reached, at the time it was recorded.
+type hostClock struct {
+	mu    sync.Mutex
+	times map[uintptr]float64 // milliseconds, 0 = not recorded
+	last  uintptr
+}
+
+func (c *hostClock) newEvent() (uintptr, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.times == nil {
+		c.times = map[uintptr]float64{}
+	}
+	c.last++
+	c.times[c.last] = 0
+	return c.last, nil
+}
+
+func (c *hostClock) recordEvent(_, e uintptr) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.times[e] = nowMS()
+	return nil
+}
+
+func (c *hostClock) waitEvent(uintptr) error          { return nil }
+func (c *hostClock) queryEvent(uintptr) (bool, error) { return true, nil }
+
+func (c *hostClock) elapsed(start, end uintptr) (float64, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	from, to := c.times[start], c.times[end]
+	if from == 0 || to == 0 {
+		return 0, errors.New("time between events: one was not recorded")
+	}
+	return to - from, nil
+}
+
+func (c *hostClock) freeEvent(e uintptr) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.times, e)
+}
+
 func (d *hostDriver) fill(_ uintptr, dst Ptr, n int64, v byte) error {
 	hostFill(dst, n, v)
 	return nil
@@ -192,9 +253,13 @@ func (d *hostDriver) fill(_ uintptr, dst Ptr, n int64, v byte) error {
 // nullDriver hands out addresses without memory behind them and accepts every op: plans and schedules can be tested at any size.
 // Downloads give zeros.
 type nullDriver struct {
-	tab  table // tells the sizes of workspaces
-	mu   sync.Mutex
-	next Ptr
+	tab    table // tells the sizes of workspaces
+	mu     sync.Mutex
+	next   Ptr
+	stream uintptr           // the last one made
+	graphs map[uintptr]int64 // ops recorded so far, by stream
+
+	hostClock
 }
 
 func openNull(o Options) (driver, error) {
@@ -214,7 +279,7 @@ func openNull(o Options) (driver, error) {
 	if err != nil {
 		return nil, &Error{Op: `open device "null"`, Err: err, Hint: hint}
 	}
-	return &nullDriver{tab: tab}, nil
+	return &nullDriver{tab: tab, graphs: map[uintptr]int64{}}, nil
 }
 
 func (d *nullDriver) info() Info {
@@ -229,19 +294,58 @@ func (d *nullDriver) alloc(bytes int64) (Ptr, error) {
 	return p, nil
 }
 
-func (d *nullDriver) arenaBytes(int64) (int64, error)                  { return 0, nil }
-func (d *nullDriver) free(Ptr, int64)                                  {}
-func (d *nullDriver) set(Ptr, int64, byte) error                       { return nil }
-func (d *nullDriver) wait() error                                      { return nil }
-func (d *nullDriver) newStream() (uintptr, error)                      { return 0, nil }
-func (d *nullDriver) freeStream(uintptr)                               {}
-func (d *nullDriver) sync(uintptr) error                               { return nil }
-func (d *nullDriver) run(uintptr, Op, unsafe.Pointer) error            { return nil }
-func (d *nullDriver) workspace(op Op, args unsafe.Pointer) int64       { return d.tab.workspace(op, args) }
-func (d *nullDriver) copyIn(uintptr, Ptr, unsafe.Pointer, int64) error { return nil }
-func (d *nullDriver) fill(uintptr, Ptr, int64, byte) error             { return nil }
-func (d *nullDriver) configure(string, string) error                   { return nil }
-func (d *nullDriver) close() error                                     { return nil }
+func (d *nullDriver) newStream() (uintptr, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.stream++
+	return d.stream, nil
+}
+
+func (d *nullDriver) run(h uintptr, _ Op, _ unsafe.Pointer) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if n, ok := d.graphs[h]; ok {
+		d.graphs[h] = n + 1
+	}
+	return nil
+}
+
+func (d *nullDriver) graphBegin(h uintptr) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.graphs[h] = 0
+	return nil
+}
+
+// graphEnd counts ops, since there are no launches.
+func (d *nullDriver) graphEnd(h uintptr) (uintptr, int64, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	n := d.graphs[h]
+	delete(d.graphs, h)
+	return 1, n, nil
+}
+
+func (d *nullDriver) arenaBytes(int64) (int64, error)                       { return 0, nil }
+func (d *nullDriver) set(Ptr, int64, byte) error                            { return nil }
+func (d *nullDriver) wait() error                                           { return nil }
+func (d *nullDriver) free(Ptr, int64)                                       {}
+func (d *nullDriver) freeStream(uintptr)                                    {}
+func (d *nullDriver) sync(uintptr) error                                    { return nil }
+func (d *nullDriver) workspace(op Op, args unsafe.Pointer) int64            { return d.tab.workspace(op, args) }
+func (d *nullDriver) copyIn(uintptr, Ptr, unsafe.Pointer, int64) error      { return nil }
+func (d *nullDriver) fill(uintptr, Ptr, int64, byte) error                  { return nil }
+func (d *nullDriver) configure(string, string) error                        { return nil }
+func (d *nullDriver) close() error                                          { return nil }
+func (d *nullDriver) graphLaunch(uintptr, uintptr) error                    { return nil }
+func (d *nullDriver) graphFree(uintptr)                                     {}
+func (d *nullDriver) allocHost(bytes int64) (unsafe.Pointer, error)         { return d.tab.allocHost(bytes) }
+func (d *nullDriver) freeHost(p unsafe.Pointer)                             { d.tab.freeHost(p) }
+func (d *nullDriver) copyInAsync(uintptr, Ptr, unsafe.Pointer, int64) error { return nil }
+
+func (d *nullDriver) copyOutAsync(h uintptr, dst unsafe.Pointer, src Ptr, n int64) error {
+	return d.copyOut(h, dst, src, n)
+}
 
 func (d *nullDriver) copyOut(_ uintptr, dst unsafe.Pointer, _ Ptr, n int64) error {
 	clear(unsafe.Slice((*byte)(dst), n))

@@ -28,7 +28,13 @@ static_assert(sizeof ops / sizeof *ops == HS_NUM_OPS, "HS_OPS lists every op of 
 // Ops past HS_NUM_OPS exist in the emulator's test library only (emu/broken.cu).
 extern "C" __attribute__((weak)) hs_status hs_selftest(cudaStream_t, int32_t which, const void* args);
 
-struct hs_stream { cudaStream_t native; };
+struct hs_stream {
+  cudaStream_t native;
+  bool recording;   // a graph
+#ifdef HS_EMU
+  hs_emu_stream emu;
+#endif
+};
 
 static int64_t workspace(int32_t op, const void* args) {
   return op < 0 || op >= HS_NUM_OPS || !args || !ops[op].ws ? 0 : ops[op].ws(args);
@@ -53,19 +59,111 @@ static hs_status run(hs_stream* s, int32_t op, const void* args) {
 // ---- streams ----
 
 static hs_stream* stream_create(void* native) {
-  hs_stream* s = new hs_stream;
+  hs_stream* s = new hs_stream();
   s->native = (cudaStream_t)native;
+#ifdef HS_EMU
+  s->native = &s->emu;   // any native handle is the stand-in driver's
+#endif
   return s;
 }
 static void stream_destroy(hs_stream* s) { delete s; }
 static hs_status stream_sync(hs_stream* s) {
-#ifdef HS_EMU
-  (void)s;
-#else
+  HS_NEED(!s || !s->recording, "stream: waited for while it records a graph");
+#ifndef HS_EMU
   const cudaError_t e = cudaStreamSynchronize(s ? s->native : 0);
   if (e != cudaSuccess) return hs_fail(HS_ERR_DEVICE, "stream: %s", cudaGetErrorString(e));
 #endif
   return HS_OK;
+}
+
+// ---- graphs ----
+
+struct hs_graph {
+#ifdef HS_EMU
+  std::vector<std::function<int()>> nodes;
+#else
+  cudaGraphExec_t exec;
+#endif
+};
+
+#ifndef HS_EMU
+static hs_status graph_check(cudaError_t e, const char* call) {
+  return e == cudaSuccess ? HS_OK : hs_fail(HS_ERR_DEVICE, "graph: cuda%s: %s", call, cudaGetErrorString(e));
+}
+#define GRAPH(name, ...) graph_check(cuda##name(__VA_ARGS__), #name)
+#endif
+
+static hs_status graph_begin(hs_stream* s) {
+  HS_NEED(s && s->native, "graph: needs a stream of its own");
+  HS_NEED(!s->recording, "graph: the stream records one already");
+#ifdef HS_EMU
+  s->emu.recorded = new std::vector<std::function<int()>>;
+#else
+  HS_TRY(GRAPH(StreamBeginCapture, s->native, cudaStreamCaptureModeThreadLocal));
+#endif
+  s->recording = true;
+  return HS_OK;
+}
+static hs_status graph_end(hs_stream* s, hs_graph** out, int64_t* nodes) {
+  *out = 0, *nodes = 0;
+  HS_NEED(s && s->recording, "graph: none was begun on the stream");
+  s->recording = false;
+  hs_graph* g = new hs_graph();
+#ifdef HS_EMU
+  g->nodes.swap(*s->emu.recorded);
+  delete s->emu.recorded;
+  s->emu.recorded = 0;
+  *nodes = (int64_t)g->nodes.size();
+#else
+  cudaGraph_t raw = 0;
+  size_t n = 0;
+  hs_status st = GRAPH(StreamEndCapture, s->native, &raw);
+  if (st == HS_OK) st = GRAPH(GraphGetNodes, raw, nullptr, &n);
+  if (st == HS_OK) st = GRAPH(GraphInstantiateWithFlags, &g->exec, raw, 0);
+  if (raw) cudaGraphDestroy(raw);
+  if (st != HS_OK) return delete g, st;
+  *nodes = (int64_t)n;
+#endif
+  *out = g;
+  return HS_OK;
+}
+static hs_status graph_launch(hs_stream* s, hs_graph* g) {
+  HS_NEED(s && g, "graph: a launch needs a stream and a graph");
+  HS_NEED(!s->recording, "graph: a graph inside a graph");
+#ifdef HS_EMU
+  for (auto& node : g->nodes) HS_TRY((hs_status)node());
+  return HS_OK;
+#else
+  return GRAPH(GraphLaunch, g->exec, s->native);
+#endif
+}
+static void graph_destroy(hs_graph* g) {
+#ifndef HS_EMU
+  if (g) cudaGraphExecDestroy(g->exec);
+#endif
+  delete g;
+}
+
+// ---- host memory ----
+
+static hs_status host_alloc(int64_t bytes, void** out) {
+  HS_NEED(bytes > 0, "host memory: %lld bytes", (long long)bytes);
+#ifdef HS_EMU
+  *out = aligned_alloc(64, (size_t)hs_align(bytes));
+  if (!*out) return hs_fail(HS_ERR_DEVICE, "out of host memory for %lld bytes", (long long)bytes);
+#else
+  const cudaError_t e = cudaHostAlloc(out, (size_t)bytes, cudaHostAllocDefault);
+  if (e != cudaSuccess) return hs_fail(HS_ERR_DEVICE, "lock %lld bytes of host memory: %s", (long long)bytes, cudaGetErrorString(e));
+#endif
+  memset(*out, 0, (size_t)bytes);
+  return HS_OK;
+}
+static void host_free(void* p) {
+#ifdef HS_EMU
+  free(p);
+#else
+  cudaFreeHost(p);
+#endif
 }
 
 // ---- configuration ----
@@ -96,6 +194,7 @@ extern "C" __attribute__((visibility("default"))) const hs_api* hs_get_api(uint3
 #else
   static const char name[] = "cuda";
 #endif
-  static const hs_api api = {sizeof(hs_api), HS_ABI_VERSION, name, build_info, last_error, configure, stream_create, stream_destroy, stream_sync, workspace, run};
+  static const hs_api api = {sizeof(hs_api), HS_ABI_VERSION, name, build_info, last_error, configure, stream_create, stream_destroy, stream_sync, workspace, run,
+                             graph_begin, graph_end, graph_launch, graph_destroy, host_alloc, host_free};
   return version == HS_ABI_VERSION ? &api : 0;
 }

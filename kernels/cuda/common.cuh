@@ -66,9 +66,12 @@ template <class... P> struct hs_launch_ctx {
   }
 };
 template <class... P, class... A>
-static inline hs_status hs_launch(const char* name, cudaStream_t, void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A&&... a) {
+static inline hs_status hs_launch(const char* name, cudaStream_t s, void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A&&... a) {
+  if (!grid.x || !grid.y || !grid.z) return HS_OK;
   hs_launch_ctx<P...> c = {kernel, std::tuple<P...>((P)a...)};
-  return hs_emu_launch(name, grid, block, smem, hs_launch_ctx<P...>::thunk, &c) ? hs_fail(HS_ERR_DEVICE, "%s", hs_emu_error) : HS_OK;
+  return (hs_status)hs_emu_issue(s, [=]() mutable {
+    return hs_emu_launch(name, grid, block, smem, hs_launch_ctx<P...>::thunk, &c) ? hs_fail(HS_ERR_DEVICE, "%s", hs_emu_error) : HS_OK;
+  });
 }
 #else
 #define HS_SHARED(T, name, ...) __shared__ __align__(16) T name __VA_ARGS__
@@ -94,9 +97,7 @@ static inline hs_status hs_launch(const char* name, cudaStream_t s, void (*kerne
 // Sets n bytes of device memory on the stream.
 static inline hs_status hs_memset(cudaStream_t s, void* p, int byte, size_t n) {
 #ifdef HS_EMU
-  (void)s;
-  memset(p, byte, n);
-  return HS_OK;
+  return (hs_status)hs_emu_issue(s, [=] { return memset(p, byte, n), HS_OK; });
 #else
   const cudaError_t e = cudaMemsetAsync(p, byte, n, s);
   return e == cudaSuccess ? HS_OK : hs_fail(HS_ERR_DEVICE, "set %zu bytes: %s", n, cudaGetErrorString(e));

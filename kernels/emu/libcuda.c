@@ -3,8 +3,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201 };
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, NOT_READY = 600 };
 static const size_t total = (size_t)1 << 30;
 static size_t used;
 static _Thread_local void* current;
@@ -53,3 +54,27 @@ int cuMemcpyDtoHAsync_v2(void* dst, uint64_t src, size_t n, void* s) {
 int cuStreamCreate(void** s, unsigned flags) { return (void)flags, current ? (*s = malloc(1), streams_alive++, OK) : INVALID_CONTEXT; }
 int cuStreamSynchronize(void* s) { return (void)s, current ? OK : INVALID_CONTEXT; }
 int cuStreamDestroy_v2(void* s) { return free(s), streams_alive--, OK; }
+
+// Events hold the time they were recorded at. One that was recorded answers "not ready" to the first query, as a busy device would.
+struct event { double ms; int queries; };
+static double now_ms(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+}
+int cuEventCreate(void** e, unsigned flags) { return (void)flags, current ? (*e = calloc(1, sizeof(struct event)), OK) : INVALID_CONTEXT; }
+int cuEventDestroy_v2(void* e) { return free(e), OK; }
+int cuEventRecord(void* e, void* s) {
+  struct event* x = e;
+  return (void)s, current && e ? (x->ms = now_ms(), x->queries = 0, OK) : INVALID_VALUE;
+}
+int cuEventQuery(void* e) {
+  struct event* x = e;
+  return x->ms && !x->queries++ ? NOT_READY : OK;
+}
+int cuEventSynchronize(void* e) { return ((struct event*)e)->queries = 1, current ? OK : INVALID_CONTEXT; }
+int cuEventElapsedTime_v2(float* ms, void* a, void* b) {
+  const struct event *x = a, *y = b;
+  return x->ms && y->ms ? (*ms = (float)(y->ms - x->ms), OK) : INVALID_VALUE;
+}
+int cuEventElapsedTime(float* ms, void* a, void* b) { return cuEventElapsedTime_v2(ms, a, b); }

@@ -13,9 +13,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #define __global__
 #define __device__
@@ -214,7 +216,15 @@ static inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 b) { return b.x;
 static inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short u) { return {u}; }
 
 // ---- launches ----
-typedef struct hs_emu_stream* cudaStream_t;   // immediate: a launch has finished when it returns
+// Streams are immediate: a launch has finished when it returns, unless a graph is recorded, which then keeps it.
+struct hs_emu_stream { std::vector<std::function<int()>>* recorded; };
+typedef hs_emu_stream* cudaStream_t;
+// Runs f, which returns 0 or an hs_status, or records it.
+template <class F> static inline int hs_emu_issue(cudaStream_t s, F f) {
+  if (!s || !s->recorded) return f();
+  s->recorded->push_back(f);
+  return 0;
+}
 // Runs thunk(ctx) once per GPU thread. Returns 0, or an hs_status with the text in hs_emu_error.
 int hs_emu_launch(const char* kernel, dim3 grid, dim3 block, size_t smem, void (*thunk)(void*), void* ctx);
 extern char hs_emu_error[512];
