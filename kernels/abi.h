@@ -64,7 +64,8 @@ typedef struct {
 #define HS_C_F32 16u     // gemm with dtype BF16: C is f32 (weight gradients, logits); A and B stay bf16
 #define HS_TRUNCATED 32u // lmhead_sample: a row has top_k, top_p or min_p, so that logits must be stored
 
-// y[T,D] = W[ids]. d_w[V,D] acc += dy scattered (fixed order).
+// y[T,D] = W[ids]. d_w[V,D] acc += dy scattered (fixed order). A device reads row 0 for an id below 0: of a sampled row without a distribution, whose
+// token the caller sees only after it was fed.
 typedef struct { int32_t dtype; uint32_t flags; int64_t T, D, V; const int32_t* ids; const void* w; void* y; void *ws; int64_t ws_bytes; } hs_embed_args;
 typedef struct { int32_t dtype; uint32_t flags; int64_t T, D, V; const int32_t* ids; const void* dy; void* dw; void *ws; int64_t ws_bytes; } hs_embed_bwd_args;
 
@@ -116,7 +117,7 @@ typedef struct {
   const void *q, *k, *v, *beta, *g, *states, *do_; void *dq, *dk_, *dv_, *dbeta, *dg; void *ws; int64_t ws_bytes;
 } hs_gdn_bwd_args;
 
-// Decode, one row per sequence. slot[B] distinct. Conv: reads and shifts conv_state[slot]; GDN: updates rec_state[slot]; pos[B] is the row's
+// Decode, one row per sequence. slot[B] distinct, but for rows whose results and slot nobody reads. Conv: reads and shifts conv_state[slot]; GDN: updates rec_state[slot]; pos[B] is the row's
 // absolute position, read where slots have rings (else it may be 0).
 typedef struct {
   int32_t dtype; uint32_t flags; int64_t B, nk, dk, nv, dv; double eps; const int32_t* slot;

@@ -171,17 +171,24 @@ func ForestBytes(rows, segs int) int64 {
 // Upload writes all index arrays as one blob at `at` and returns the struct that ops take. Child points at the end of the blob's
 // child array when no segment has a parent.
 func (f *Forest) Upload(s *Stream, at Ptr) ForestArgs {
+	blob := make([]int32, f.DeviceBytes()/4)
+	a := f.Pack(blob, at)
+	s.UploadI32(at, blob)
+	return a
+}
+
+// Pack writes the blob that Upload would into dst, DeviceBytes long, for the address at.
+func (f *Forest) Pack(dst []int32, at Ptr) ForestArgs {
 	maxLen := int32(0)
 	for _, n := range f.Len {
 		maxLen = max(maxLen, n)
 	}
 	a := ForestArgs{NumSeg: int32(f.NumSeg), NumRows: int32(f.NumRows), NumChunks: int32(f.NumChunks), MaxLen: maxLen}
 	into := [11]*Ptr{&a.Start, &a.Len, &a.Parent, &a.Pos, &a.RowSeg, &a.Prev, &a.ChunkOff, &a.ChildOff, &a.Child, &a.Root, &a.Slot}
-	blob := make([]int32, 0, f.DeviceBytes()/4)
+	n := 0
 	for i, v := range f.arrays() {
-		*into[i] = at + Ptr(len(blob)*4)
-		blob = append(blob, v...)
+		*into[i] = at + Ptr(n*4)
+		n += copy(dst[n:], v)
 	}
-	s.UploadI32(at, blob)
 	return a
 }

@@ -19,9 +19,14 @@ type SeqID int32
 // sequence is the state of one live sequence: its KV pages in order and the number of tokens they hold. The recurrent and conv
 // state live in the slot with the number of the sequence.
 type sequence struct {
-	live  bool
-	pages []int32
-	len   int
+	live   bool
+	pages  []int32
+	len    int
+	tabled int // pages that the device's table has
+
+	drawn   int32 // place among the tokens of step drawnIn
+	drawnIn int   // -1 = none
+	seen    int   // last check of works that named it
 }
 
 // pageCache owns the memory that sampling needs per sequence (model.md 4): paged K/V of the full-attention layers, shared between
@@ -30,6 +35,8 @@ type sequence struct {
 //	kv[layer]   K and V: [pages, pageSize, nkv*hd]
 //	rec[layer]  [slots] of kernels.GDNSlotBytes
 //	conv[layer] [slots, 3, C], pre-activation conv inputs, oldest first
+//
+// The last slot and the last page belong to no sequence: rows that only fill up a batch use them.
 //
 // Only the Runner's goroutine touches it.
 type pageCache struct {
@@ -44,6 +51,7 @@ type pageCache struct {
 	layers   []layerCache
 	buf      *kernels.Buffer
 	idx      *kernels.Buffer // 2*slots int32 of scratch for slot copies
+	ring     *ring           // of the Runner
 }
 
 type layerCache struct {
@@ -117,10 +125,16 @@ func convBytes(c *Config, dt kernels.DType) int64 {
 	return int64((c.ConvKernel-1)*c.ConvChannels()) * int64(dt.Size())
 }
 
-// cacheBytes are the sizes of one layer's caches: keys or values of a full layer, recurrent and convolution states of a linear one.
+// cacheBytes are the sizes of one layer's caches, with the spare page and slot: keys or values of a full layer, recurrent and convolution states
+// of a linear one.
 func cacheBytes(c *Config, dt kernels.DType, numSeqs, numPages, pageSize int) (kv, rec, conv int64) {
-	return alignUp(int64(numPages) * pageBytes(c, dt, pageSize)), alignUp(int64(numSeqs) * recBytes(c, dt)), alignUp(int64(numSeqs) * convBytes(c, dt))
+	slots, pages := int64(numSeqs+1), int64(numPages+1)
+	return alignUp(pages * pageBytes(c, dt, pageSize)), alignUp(slots * recBytes(c, dt)), alignUp(slots * convBytes(c, dt))
 }
+
+// spareSlot and sparePage belong to no sequence.
+func (c *pageCache) spareSlot() int32 { return int32(len(c.seqs)) }
+func (c *pageCache) sparePage() int32 { return int32(len(c.refs)) }
 
 func (c *pageCache) pagesFor(tokens int) int { return (tokens + c.pageSize - 1) / c.pageSize }
 
@@ -148,7 +162,7 @@ func (c *pageCache) takeSlot() (SeqID, error) {
 	}
 	id := c.freeSeq[n-1]
 	c.freeSeq = c.freeSeq[:n-1]
-	c.seqs[id] = sequence{live: true, pages: c.seqs[id].pages[:0]}
+	c.seqs[id] = sequence{live: true, pages: c.seqs[id].pages[:0], drawnIn: -1}
 	return id, nil
 }
 
@@ -267,8 +281,8 @@ func (c *pageCache) copyPages(from, to []int32) {
 
 func (c *pageCache) uploadPairs(from, to []int32) (src, dst kernels.Ptr) {
 	src, dst = c.idx.Ptr(), c.idx.At(int64(len(c.seqs))*4)
-	c.st.UploadI32(src, from)
-	c.st.UploadI32(dst, to)
+	send(c.ring, src, from)
+	send(c.ring, dst, to)
 	return src, dst
 }
 

@@ -361,7 +361,7 @@ func TestEmuAdapter(t *testing.T) {
 // TestEmuFootprint: the memory planner's bytes for bfloat16 beside the CPU are those that the ledger shows, but for workspaces, which are the
 // table's own.
 func TestEmuFootprint(t *testing.T) {
-	dev, cfg, o := emuDevice(t), emuConfig(), RunnerOptions{MaxSeqs: 3, MaxTokens: 500, PageSize: 7, MaxRows: 63}
+	dev, cfg, o := emuDevice(t), emuConfig(), RunnerOptions{MaxSeqs: 3, MaxTokens: 500, MaxContext: 100, PageSize: 7, MaxRows: 63}
 	m := must[*Model](t)(NewRandom(cfg, dev, 7, LoadOptions{DType: kernels.BF16, Train: true, Optim: hilo}))
 	defer m.Close()
 	r := must[*Runner](t)(NewRunner(m, o))
@@ -373,7 +373,7 @@ func TestEmuFootprint(t *testing.T) {
 	got := ledgerOf(dev)
 	for label, lines := range map[string][]string{
 		"weights": {LineWeights}, "weights_lo": {LineLow}, "grads": {LineGrads}, "activations": {LineActs}, "batch": {LineBatch},
-		"kv cache and recurrent state": {LineKV, LineRecurrent, LineConv}, "sampler activations": {LineSampler}, "sample rows": {LineSampleRows},
+		"kv cache and recurrent state": {LineKV, LineRecurrent, LineConv}, "sampler activations": {LineSampler}, "sampler indices": {LineIndices},
 	} {
 		var want int64
 		for _, l := range lines {

@@ -49,7 +49,7 @@ type Layout struct {
 	Recipe    Recipe        // storage of moments and master weights
 	LoRA      *LoRA         // the adapter that is trained; nil trains every weight
 	Runner    RunnerOptions // sampler; the zero value takes the defaults
-	Context   int           // tokens of the longest sequence that is sampled
+	Context   int           // tokens of the longest sequence that is sampled, when Runner.MaxContext does not say
 	Exec      ExecOptions   // MaxRows, MaxTargets, MaxStates and Recompute count; on a GPU MaxStates 0 is PlannedStates
 	Segments  []Segment     // of the largest micro-batch on the CPU; nil = planSegments roots of equal length
 	// ValidVocab is the number of vocabulary entries that exist, 0 = all (Model.ValidVocab).
@@ -89,7 +89,6 @@ const (
 	LineConv       = "convolution states"
 	LineSlots      = "slot copy indices"
 	LineSampler    = "sampler activations"
-	LineSampleRows = "sample rows"
 	LineIndices    = "sampler indices"
 	LineScratch    = "sampler workspace"
 	LinePadding    = "gaps between buffers"
@@ -309,12 +308,14 @@ func (r Recipe) momentBytes(n int64) int64 {
 	return 4 * n
 }
 
-// sampler adds a Runner after its largest pass: MaxRows rows appended to MaxSeqs sequences, each of which samples, the longest of which has
-// Context tokens. What it uploads to and its workspace are not in a GPU's region.
+// sampler adds a Runner. What it uploads to and its workspace are not in a GPU's region.
 func (pl *MemoryPlanner) sampler(f *Footprint, l *Layout) error {
 	c, o, dt, fixed := pl.cfg, l.Runner, l.DType, Rollout
 	if l.Placement == OnGPU {
 		fixed = Resident
+	}
+	if o.MaxContext == 0 {
+		o.MaxContext = l.Context
 	}
 	o.setDefaults()
 	kv, rec, conv := cacheBytes(c, dt, o.MaxSeqs, o.numPages(), o.PageSize)
@@ -327,17 +328,17 @@ func (pl *MemoryPlanner) sampler(f *Footprint, l *Layout) error {
 		acts += x.bytes
 	}
 	f.buffer(Rollout, Line{Name: LineSampler, Bytes: acts})
-	f.add(fixed, LineSampleRows, sampleRowBytes(o.MaxSeqs, dt))
-	forest, err := planForest(int64(o.MaxRows), o.MaxSeqs)
+	indices, err := o.indexBytes(dt)
 	if err != nil {
 		return err
 	}
-	x := &passIndex{rows: int64(o.MaxRows), sampled: int64(o.MaxSeqs), maxPages: int64((max(l.Context, 1) + o.PageSize - 1) / o.PageSize), forest: argsOf(forest)}
-	f.add(fixed, LineIndices, room(indexRoom(x.numInts(o.MaxSeqs), forest.DeviceBytes())))
+	f.add(fixed, LineIndices, indices)
 	if l.Placement == OnCPU || pl.native() {
-		if ws := passWorkspace(pl.dev, c, dt, x, o.PageSize); ws > 0 {
-			f.add(fixed, LineScratch, room(ws))
+		ws, err := samplerWorkspace(pl.dev, c, dt, o)
+		if err != nil {
+			return err
 		}
+		f.add(fixed, LineScratch, ws)
 	}
 	return nil
 }

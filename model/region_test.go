@@ -14,7 +14,7 @@ import (
 var sharing = struct {
 	runner RunnerOptions
 	exec   ExecOptions
-}{RunnerOptions{MaxSeqs: 3, MaxTokens: 500, PageSize: 7, MaxRows: 63}, ExecOptions{MaxRows: 130, Recompute: true, Entropy: true}}
+}{RunnerOptions{MaxSeqs: 3, MaxTokens: 500, MaxContext: 100, PageSize: 7, MaxRows: 63}, ExecOptions{MaxRows: 130, Recompute: true, Entropy: true}}
 
 // shared is a random model on a device, with a Region when o.Shared asks for one, and its sampler and executor.
 type shared struct {
@@ -180,7 +180,7 @@ func TestRegionIsTheFootprint(t *testing.T) {
 			got := ledgerOf(dev)
 			for label, lines := range map[string][]string{
 				"weights": {LineWeights, LineFrozen, LineAdapter}, "adapter scale": {LineScale}, "adapter workspace": {LineMerge}, "weights_lo": {LineLow},
-				"slot copy indices": {LineSlots}, "sample rows": {LineSampleRows}, "sampler indices": {LineIndices}, "sampler workspace": {LineScratch},
+				"slot copy indices": {LineSlots}, "sampler indices": {LineIndices}, "sampler workspace": {LineScratch},
 			} {
 				if got[label] != sum(lines...) {
 					t.Errorf("%s: %d bytes are allocated, the plan says %d", label, got[label], sum(lines...))

@@ -1,9 +1,7 @@
 package model
 
 import (
-	"context"
 	"fmt"
-	"math"
 
 	"harness-s/kernels"
 )
@@ -15,15 +13,19 @@ type Sampling struct {
 	TopK                    int
 }
 
+// truncates reports whether some tokens cannot be drawn.
+func (s *Sampling) truncates() bool { return s.TopK > 0 || s.MinP > 0 || s.TopP > 0 && s.TopP < 1 }
+
 // Key is the Philox key of one turn of one attempt; the index of the token within the turn is the counter.
 type Key struct{ Lo, Hi uint64 }
 
 // RunnerOptions size a Runner. Zero values take the defaults given.
 type RunnerOptions struct {
-	MaxSeqs   int // live sequences; 96
-	MaxTokens int // KV tokens over all sequences; 96 * 1024
-	PageSize  int // tokens of a KV page; 16
-	MaxRows   int // rows of one pass through the layers; longer appends are split at multiples of it; 1024
+	MaxSeqs    int // live sequences; 96
+	MaxTokens  int // KV tokens over all sequences; 96 * 1024
+	MaxContext int // tokens of one sequence; MaxTokens
+	PageSize   int // tokens of a KV page; 16
+	MaxRows    int // rows of one pass through the layers; longer appends are split at multiples of it; 1024
 }
 
 func (o *RunnerOptions) setDefaults() {
@@ -34,16 +36,19 @@ func (o *RunnerOptions) setDefaults() {
 	}
 	set(&o.MaxSeqs, 96)
 	set(&o.MaxTokens, 96*1024)
+	set(&o.MaxContext, o.MaxTokens)
 	set(&o.PageSize, 16)
 	set(&o.MaxRows, 1024)
 }
 
 func (o *RunnerOptions) numPages() int { return (o.MaxTokens + o.PageSize - 1) / o.PageSize }
 
-// Work asks a Runner to feed Append to a sequence and, with Sample, to draw the token that follows.
+// Work asks a Runner to feed Append to a sequence and, with Sample, to draw the token that follows. FromLast feeds, instead of Append, the one
+// token that the step submitted just before has drawn or will draw for the sequence; the device reads it by itself.
 type Work struct {
 	Seq      SeqID
 	Append   []int32
+	FromLast bool
 	Sample   bool
 	Sampling Sampling
 	Key      Key
@@ -57,8 +62,20 @@ type Sampled struct {
 	LogProb, Entropy float32
 }
 
+// Rows is the number of tokens that w feeds.
+func (w *Work) Rows() int {
+	if w.FromLast {
+		return 1
+	}
+	return len(w.Append)
+}
+
+// pure says that w is a row of decode: one token in, one token out.
+func (w *Work) pure() bool { return w.Sample && w.Rows() == 1 }
+
 // Runner samples from a Model: batched prefill and decode over paged KV and recurrent state. Each row's arithmetic is a function of
-// its own sequence alone, so results do not depend on what else is in a step. A Runner belongs to one goroutine.
+// its own sequence alone, so results do not depend on what else is in a step. All memory is allocated by NewRunner. Where the device has graphs,
+// the decode rows of a step are a pass of their own, which is recorded once per number of rows. A Runner belongs to one goroutine.
 type Runner struct {
 	m     *Model
 	st    *kernels.Stream
@@ -69,13 +86,20 @@ type Runner struct {
 	w     runnerWeights
 	mem   kernels.Allocator // of caches and activations: the device, or a phase of the model's Region
 
-	act  *kernels.Buffer // activations of MaxRows rows
-	a    activations
-	ws   *kernels.Buffer
-	ibuf *kernels.Buffer // index upload of one pass
-	ints []int32
-	rows []kernels.SampleRow
-	rbuf *kernels.Buffer // sample rows, then token, logp, entropy
+	act    *kernels.Buffer // activations of MaxRows rows
+	a      activations
+	ws     *kernels.Buffer
+	ix     indexBuffer
+	ring   *ring
+	graphs decodeGraphs // nil where the device has none
+
+	steps    int     // submitted
+	inFlight int     // of them not waited for
+	checks   int     // of works
+	ids      []SeqID // scratch of Submit
+	extra    []int
+	pieces   [3][]piece
+	unread   [1]int32
 }
 
 type layerWeights struct {
@@ -103,7 +127,7 @@ type activations struct {
 type piece struct {
 	work   int // index into the step's works
 	seq    SeqID
-	ids    []int32
+	ids    []int32 // with Work.FromLast a place for the token
 	pos    int
 	decode bool // the whole append is one token: recurrent step kernels
 	sample bool
@@ -112,8 +136,8 @@ type piece struct {
 // NewRunner allocates caches and activations for m on its device.
 func NewRunner(m *Model, o RunnerOptions) (*Runner, error) {
 	o.setDefaults()
-	if o.MaxSeqs < 1 || o.MaxTokens < o.PageSize || o.PageSize < 1 || o.MaxRows < o.MaxSeqs {
-		return nil, fmt.Errorf("runner options: need max_seqs >= 1, page_size >= 1, max_tokens >= page_size, max_rows >= max_seqs; got %+v", o)
+	if o.MaxSeqs < 1 || o.MaxTokens < o.PageSize || o.MaxContext < 1 || o.PageSize < 1 || o.MaxRows < o.MaxSeqs {
+		return nil, fmt.Errorf("runner options: need max_seqs >= 1, page_size >= 1, max_tokens >= page_size, max_context >= 1, max_rows >= max_seqs; got %+v", o)
 	}
 	cfg := m.Config
 	mem, err := m.memory(Rollout)
@@ -142,10 +166,13 @@ func (r *Runner) live() int { return len(r.cache.seqs) - len(r.cache.freeSeq) }
 // Close frees the device memory of r.
 func (r *Runner) Close() {
 	r.m.region.leave(r, nil)
-	for _, b := range []*kernels.Buffer{r.act, r.ws, r.ibuf, r.rbuf} {
-		if b != nil {
-			b.Free()
-		}
+	_ = r.st.Sync() // nothing that still runs may lose its memory; a failure has been reported
+	r.graphs.free()
+	for _, b := range []*kernels.Buffer{r.act, r.ws, r.ix.buf} {
+		b.Free()
+	}
+	if r.ring != nil {
+		r.ring.close()
 	}
 	if r.cache != nil {
 		r.cache.free()
@@ -180,11 +207,6 @@ func (a *activations) fields(c *Config, dt kernels.DType, maxRows int) []field {
 	return fs
 }
 
-// sampleRowBytes are those of the sampling parameters and results of maxSeqs rows.
-func sampleRowBytes(maxSeqs int, dt kernels.DType) int64 {
-	return int64(maxSeqs) * (kernels.SampleRowBytes + 4 + 2*int64(dt.Wide().Size()))
-}
-
 func (r *Runner) allocate() error {
 	fields := r.a.fields(r.m.Config, r.dt, r.opt.MaxRows)
 	var total int64
@@ -200,8 +222,20 @@ func (r *Runner) allocate() error {
 		*f.at = r.act.At(off)
 		off += f.bytes
 	}
-	if r.rbuf, err = r.m.Dev.Alloc(sampleRowBytes(r.opt.MaxSeqs, r.dt), "sample rows"); err != nil {
-		return fmt.Errorf("allocate sample rows: %w", err)
+	if err := r.allocateIndex(); err != nil {
+		return err
+	}
+	ws, err := samplerWorkspace(r.m.Dev, r.m.Config, r.dt, r.opt)
+	if err != nil {
+		return err
+	}
+	if ws > 0 {
+		if r.ws, err = r.m.Dev.Alloc(ws, "sampler workspace"); err != nil {
+			return fmt.Errorf("allocate sampler workspace for %d rows: %w", r.opt.MaxRows, err)
+		}
+	}
+	if r.m.Dev.CanCapture() {
+		r.graphs = decodeGraphs{}
 	}
 	return nil
 }
@@ -274,8 +308,11 @@ func (r *Runner) FreeSeqs() int { return len(r.cache.freeSeq) }
 // PagesFor is the number of KV pages that hold n tokens.
 func (r *Runner) PagesFor(n int) int { return r.cache.pagesFor(n) }
 
-// Reset drops every sequence. Weights may have changed: nothing computed before is kept.
+// Reset waits for the steps under way and drops every sequence. Weights may change then: nothing computed before is kept.
 func (r *Runner) Reset() error {
+	if err := r.st.Sync(); err != nil {
+		return fmt.Errorf("reset sampler: %w", err)
+	}
 	for id := range r.cache.seqs {
 		if r.cache.seqs[id].live {
 			if err := r.cache.release(SeqID(id)); err != nil {
@@ -284,102 +321,6 @@ func (r *Runner) Reset() error {
 		}
 	}
 	return nil
-}
-
-// Step feeds each Work's tokens to its sequence and samples where asked; result i belongs to work[i] and is zero without Sample.
-// Sequences must be distinct. Errors before any work is done: ErrNoPages, invalid works (all of them listed). After a device error
-// the Runner must not be used any more.
-func (r *Runner) Step(ctx context.Context, work []Work) ([]Sampled, error) {
-	if err := ctx.Err(); err != nil {
-		return nil, err
-	}
-	if len(work) == 0 {
-		return nil, nil
-	}
-	if err := r.usable(); err != nil {
-		return nil, err
-	}
-	if err := r.checkWork(work); err != nil {
-		return nil, err
-	}
-	ids, extra := make([]SeqID, len(work)), make([]int, len(work))
-	for i, w := range work {
-		ids[i], extra[i] = w.Seq, len(w.Append)
-	}
-	if err := r.cache.grow(ids, extra); err != nil {
-		return nil, err
-	}
-	out := make([]Sampled, len(work))
-	for _, batch := range r.split(work) {
-		if err := r.pass(work, batch, out); err != nil {
-			return nil, err
-		}
-	}
-	return out, nil
-}
-
-func (r *Runner) checkWork(work []Work) error {
-	seen := make(map[SeqID]bool, len(work))
-	var p problems
-	for i, w := range work {
-		if _, err := r.cache.seq(w.Seq); err != nil {
-			p.addf("work %d: %v", i, err)
-		} else if seen[w.Seq] {
-			p.addf("work %d: sequence %d appears twice in one step", i, w.Seq)
-		}
-		seen[w.Seq] = true
-		if len(w.Append) == 0 {
-			p.addf("work %d: no token to feed; a sequence needs at least one per step", i)
-		}
-		for j, id := range w.Append {
-			if id < 0 || int(id) >= r.m.Config.VocabSize {
-				p.addf("work %d: token %d at %d is outside the vocabulary of %d", i, id, j, r.m.Config.VocabSize)
-				break
-			}
-		}
-		s := w.Sampling
-		if w.Sample && (!(s.Temperature >= 0) || math.IsInf(float64(s.Temperature), 0) || s.TopP < 0 || s.TopP > 1 || s.MinP < 0 || s.MinP > 1 || s.TopK < 0) {
-			p.addf("work %d: sampling %+v: want temperature >= 0, top_p and min_p in [0, 1], top_k >= 0", i, s)
-		}
-	}
-	if len(p) > 0 {
-		return fmt.Errorf("sampler step: %w", p.err())
-	}
-	return nil
-}
-
-// split cuts works into passes of at most MaxRows rows. Where a long append is cut, and which kernels a row goes through, depends on
-// its own append only, so that a row's bits do not depend on its company.
-func (r *Runner) split(work []Work) [][]piece {
-	var one, many []piece
-	for i, w := range work {
-		pos := r.cache.seqs[w.Seq].len
-		for at := 0; at < len(w.Append); at += r.opt.MaxRows {
-			end := min(at+r.opt.MaxRows, len(w.Append))
-			p := piece{work: i, seq: w.Seq, ids: w.Append[at:end], pos: pos + at, decode: len(w.Append) == 1, sample: w.Sample && end == len(w.Append)}
-			if p.decode {
-				one = append(one, p)
-			} else {
-				many = append(many, p)
-			}
-		}
-	}
-	var out [][]piece
-	var cur []piece
-	rows := 0
-	flush := func() {
-		if len(cur) > 0 {
-			out, cur, rows = append(out, cur), nil, 0
-		}
-	}
-	for _, p := range append(one, many...) {
-		if rows+len(p.ids) > r.opt.MaxRows || len(cur) > 0 && cur[len(cur)-1].seq == p.seq {
-			flush()
-		}
-		cur, rows = append(cur, p), rows+len(p.ids)
-	}
-	flush()
-	return out
 }
 
 // ValidVocab is the number of vocabulary columns that take part in the softmax: the tokenizer's ids, or all without a tokenizer.

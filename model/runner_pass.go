@@ -1,39 +1,57 @@
 package model
 
 import (
-	"fmt"
 	"unsafe"
 
 	"harness-s/kernels"
 )
 
-// passIndex are the device addresses of the int32 arrays of one pass.
-type passIndex struct {
-	ids, seq, pos, table, slots kernels.Ptr // all rows; table [pieces, maxPages]; slots of decode rows
-	sel, selSeq, selPos         kernels.Ptr // rows that sample
-	forest                      kernels.ForestArgs
-	rows, decode, sampled       int64
-	maxPages                    int64
+// pass runs one batch of pieces through the model, the rows that sample counted from base on among those of the step.
+func (r *Runner) pass(work []Work, batch []piece, base int) (sampled int, err error) {
+	graph := r.graphs != nil && work[batch[0].work].pure()
+	pad := 0
+	if graph {
+		pad = bucket(len(batch), r.opt.MaxSeqs)
+	}
+	x, err := r.index(work, batch, base, pad)
+	if err != nil {
+		return 0, err
+	}
+	if graph {
+		err = r.decode(x)
+	} else {
+		r.forward(x)
+	}
+	for _, p := range batch {
+		s := &r.cache.seqs[p.seq]
+		s.len += len(p.ids)
+		if p.sample {
+			s.drawn, s.drawnIn = int32(base+sampled), r.steps
+			sampled++
+		}
+	}
+	return sampled, err
 }
 
-// pass runs one batch of pieces through the model: decode rows first (recurrent step kernels), then appends of several tokens (chunked kernels
-// over a forest whose roots continue the sequences' states). The last layer computes K, V and states for all rows and the rest only
-// for rows that sample.
-func (r *Runner) pass(work []Work, batch []piece, out []Sampled) error {
-	x, err := r.upload(batch)
-	if err != nil {
-		return err
-	}
+// forward issues the ops of a pass: decode rows first (recurrent step kernels), then appends of several tokens (chunked kernels over a forest whose
+// roots continue the sequences' states). The last layer computes K, V and states for all rows and the rest only for rows that sample.
+func (r *Runner) forward(x *passIndex) {
 	a, c, st := &r.a, r.m.Config, r.st
+	if x.last {
+		// Tokens are moved as the float32 of their bits.
+		n := int64(x.fed-r.ix.token)/4 + x.decode
+		st.Gather(&kernels.GatherArgs{DType: kernels.F32, N: x.decode, D: 1, T: n, Row: x.from, Src: r.ix.token, Dst: x.ids})
+	}
 	st.Embed(&kernels.EmbedArgs{DType: r.dt, T: x.rows, D: int64(c.Hidden), V: int64(c.VocabSize), IDs: x.ids, W: r.w.embed, Y: a.x})
+	h := a.x
 	for i := range r.w.layers {
-		last := i == len(r.w.layers)-1
+		last := i == len(r.w.layers)-1 && !x.all
 		if c.LayerTypes[i] == FullAttention {
 			r.attention(i, x, last)
 		} else {
 			r.deltaNet(i, x, last)
 		}
-		rows, h := x.rows, a.x
+		rows := x.rows
 		if last {
 			rows, h = x.sampled, a.xs
 		}
@@ -42,104 +60,8 @@ func (r *Runner) pass(work []Work, batch []piece, out []Sampled) error {
 		}
 	}
 	if x.sampled > 0 {
-		r.sample(work, batch, x)
+		r.draw(x, h)
 	}
-	if err := st.Sync(); err != nil {
-		return fmt.Errorf("sampler pass of %d rows: %w", x.rows, err)
-	}
-	if x.sampled > 0 {
-		r.collect(batch, x, out)
-	}
-	for _, p := range batch {
-		r.cache.seqs[p.seq].len += len(p.ids)
-	}
-	return st.Err()
-}
-
-// upload lays out and uploads the index arrays of a pass.
-func (r *Runner) upload(batch []piece) (*passIndex, error) {
-	x := &passIndex{}
-	var segs []kernels.Segment
-	var slots []int32
-	for _, p := range batch {
-		x.rows += int64(len(p.ids))
-		x.maxPages = max(x.maxPages, int64(r.cache.pagesFor(p.pos+len(p.ids))))
-		if p.decode {
-			x.decode++
-		} else {
-			segs = append(segs, kernels.Segment{Len: int32(len(p.ids)), Parent: -1, Pos: int32(p.pos)})
-			slots = append(slots, int32(p.seq))
-		}
-		if p.sample {
-			x.sampled++
-		}
-	}
-	var f *kernels.Forest
-	var forestBytes int64
-	if len(segs) > 0 {
-		var err error
-		if f, err = kernels.NewForest(segs, slots); err != nil {
-			return nil, fmt.Errorf("sampler pass: %w", err)
-		}
-		forestBytes = f.DeviceBytes()
-	}
-	t, n := int(x.rows), int(x.sampled)
-	total := int(x.numInts(len(batch)))
-	if err := r.need(&r.ibuf, indexRoom(x.numInts(len(batch)), forestBytes), "sampler indices"); err != nil {
-		return nil, err
-	}
-	r.ints = append(r.ints[:0], make([]int32, total)...)
-	ids, seq, pos := r.ints[:t], r.ints[t:2*t], r.ints[2*t:3*t]
-	table := r.ints[3*t : 3*t+len(batch)*int(x.maxPages)]
-	dslots := r.ints[3*t+len(table) : 3*t+len(table)+int(x.decode)]
-	sel := r.ints[3*t+len(table)+len(dslots):]
-	row, picked := 0, 0
-	for b, p := range batch {
-		copy(table[b*int(x.maxPages):], r.cache.seqs[p.seq].pages[:r.cache.pagesFor(p.pos+len(p.ids))])
-		if p.decode {
-			dslots[row] = int32(p.seq)
-		}
-		for j, id := range p.ids {
-			ids[row], seq[row], pos[row] = id, int32(b), int32(p.pos+j)
-			row++
-		}
-		if p.sample {
-			sel[picked], sel[n+picked], sel[2*n+picked] = int32(row-1), int32(b), pos[row-1]
-			picked++
-		}
-	}
-	r.st.UploadI32(r.ibuf.Ptr(), r.ints)
-	at := func(i int) kernels.Ptr { return r.ibuf.At(int64(i) * 4) }
-	x.ids, x.seq, x.pos, x.table = at(0), at(t), at(2*t), at(3*t)
-	x.slots = at(3*t + len(table))
-	x.sel = at(3*t + len(table) + len(dslots))
-	x.selSeq, x.selPos = at(3*t+len(table)+len(dslots)+n), at(3*t+len(table)+len(dslots)+2*n)
-	if f != nil {
-		x.forest = f.Upload(r.st, r.ibuf.At(alignUp(int64(total)*4)))
-	}
-	return x, r.need(&r.ws, passWorkspace(r.m.Dev, r.m.Config, r.dt, x, r.opt.PageSize), "sampler workspace")
-}
-
-// numInts is the number of indices of a pass over the given number of pieces.
-func (x *passIndex) numInts(pieces int) int64 {
-	return 3*x.rows + int64(pieces)*x.maxPages + x.decode + 3*x.sampled
-}
-
-// indexRoom is the bytes of a pass's indices with its forest behind them.
-func indexRoom(ints, forestBytes int64) int64 { return 4*ints + align + forestBytes }
-
-// room is what is allocated when a pass needs more than any before it: half as much again, since contexts grow.
-func room(need int64) int64 { return alignUp(need + need/2) }
-
-// need makes *b at least n bytes.
-func (r *Runner) need(b **kernels.Buffer, n int64, label string) error {
-	if n <= 0 || *b != nil && (*b).Bytes() >= n {
-		return nil
-	}
-	(*b).Free()
-	var err error
-	*b, err = r.m.Dev.Alloc(room(n), label)
-	return err
 }
 
 // passWorkspace is the most workspace that an op of the pass needs.
@@ -213,9 +135,9 @@ func (r *Runner) deltaNet(layer int, x *passIndex, last bool) {
 	r.linear(a.b, a.n, w.b, x.rows, d, c.LinValueHeads, 0)
 	r.linear(a.a, a.n, w.a, x.rows, d, c.LinValueHeads, 0)
 	if n := x.decode; n > 0 {
-		st.ConvGateStep(&kernels.ConvGateStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Eps: l2Eps, Slot: x.slots, P: a.p, A: a.a, B_: a.b,
+		st.ConvGateStep(&kernels.ConvGateStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Eps: l2Eps, Slot: x.seq, P: a.p, A: a.a, B_: a.b,
 			W: w.conv, ALog: w.aLog, DTBias: w.dtBias, Q: a.q, K: a.k, V: a.v, Beta: a.beta, G: a.g, ConvState: l.conv})
-		st.GDNStep(&kernels.GDNStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Slot: x.slots, Pos: x.pos, Q: a.q, K: a.k, V: a.v,
+		st.GDNStep(&kernels.GDNStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Slot: x.seq, Pos: x.pos, Q: a.q, K: a.k, V: a.v,
 			Beta: a.beta, G: a.g, O: a.o, RecState: l.rec})
 	}
 	if n := x.rows - x.decode; n > 0 {
@@ -266,24 +188,27 @@ func (r *Runner) attention(layer int, x *passIndex, last bool) {
 	r.norm(a.n, a.x, w.norm1, x.rows)
 	r.linear(a.kin, a.n, w.k, x.rows, d, akv, 0)
 	r.linear(a.av, a.n, w.v, x.rows, d, akv, 0)
-	rows, n, h, seq, pos := x.rows, a.n, a.x, x.seq, x.pos
-	if last {
-		rows, n, h, seq, pos = x.sampled, a.ns, a.xs, x.selSeq, x.selPos
+	rows, h, seq, pos := x.rows, a.x, x.seq, x.pos
+	if !last {
+		r.linear(a.qg, a.n, w.q, rows, d, 2*aq, 0)
+		prep(rows, pos, nh, nkv)
+	} else {
+		rows, h, seq, pos = x.sampled, a.xs, x.selSeq, x.selPos
+		prep(x.rows, x.pos, 0, nkv)
 		if rows > 0 {
-			r.pick(n, a.n, d, x)
+			r.pick(a.ns, a.n, d, x)
 			r.pick(h, a.x, d, x)
+			r.linear(a.qg, a.ns, w.q, rows, d, 2*aq, 0)
+			prep(rows, pos, nh, 0)
 		}
 	}
-	prep(x.rows, x.pos, 0, nkv)
 	st.KVWrite(&kernels.KVWriteArgs{DType: r.dt, T: x.rows, NKV: nkv, HD: hd, PageSize: int64(r.opt.PageSize), MaxPages: x.maxPages,
-		Seq: x.seq, Pos: x.pos, BlockTable: x.table, K: a.ak, V: a.av, KCache: l.k, VCache: l.v})
+		Seq: x.seq, Pos: x.pos, BlockTable: r.ix.table, K: a.ak, V: a.av, KCache: l.k, VCache: l.v})
 	if rows == 0 {
 		return
 	}
-	r.linear(a.qg, n, w.q, rows, d, 2*aq, 0)
-	prep(rows, pos, nh, 0)
 	ap := kernels.AttnPagedArgs{DType: r.dt, T: rows, NH: nh, NKV: nkv, HD: hd, PageSize: int64(r.opt.PageSize), MaxPages: x.maxPages,
-		Seq: seq, Pos: pos, BlockTable: x.table, Q: a.aq, KCache: l.k, VCache: l.v, O: a.ao}
+		Seq: seq, Pos: pos, BlockTable: r.ix.table, Q: a.aq, KCache: l.k, VCache: l.v, O: a.ao}
 	ap.WS, ap.WSBytes = r.scratch()
 	st.AttnPaged(&ap)
 	st.Gate(&kernels.GateArgs{DType: r.dt, T: rows, NH: nh, HD: hd, O: a.ao, QG: a.qg, Y: a.y})
@@ -300,55 +225,16 @@ func (r *Runner) mlp(w *layerWeights, rows int64, h kernels.Ptr) {
 	r.linear(h, a.gate, w.down, rows, c.Intermediate, c.Hidden, kernels.Beta1)
 }
 
-// sample runs the head on the selected rows and draws their tokens.
-func (r *Runner) sample(work []Work, batch []piece, x *passIndex) {
-	a, c := &r.a, r.m.Config
-	r.norm(a.ns, a.xs, r.w.norm, x.sampled)
-	r.rows = r.rows[:0]
-	var flags uint32
-	for _, p := range batch {
-		if p.sample {
-			w := &work[p.work]
-			topP := w.Sampling.TopP
-			if topP == 0 {
-				topP = 1
-			}
-			if topP < 1 || w.Sampling.MinP > 0 || w.Sampling.TopK > 0 {
-				flags = kernels.Truncated
-			}
-			r.rows = append(r.rows, kernels.SampleRow{KeyLo: w.Key.Lo, KeyHi: w.Key.Hi, Ctr: w.Ctr,
-				Temperature: w.Sampling.Temperature, TopP: topP, MinP: w.Sampling.MinP, TopK: int32(w.Sampling.TopK)})
-		}
+// draw runs the head on the rows that sample, whose states are h, and draws their tokens.
+func (r *Runner) draw(x *passIndex, h kernels.Ptr) {
+	a, c, n := &r.a, r.m.Config, &r.ix
+	r.norm(a.ns, h, r.w.norm, x.sampled)
+	real := func(p kernels.Ptr) kernels.Ptr { return off(p, x.base, 1, r.dt.Wide()) }
+	s := kernels.LMHeadSampleArgs{DType: r.dt, B: x.sampled, D: int64(c.Hidden), V: int64(c.VocabSize), VocabValid: r.valid, X: a.ns, W: r.w.head,
+		Rows: x.samples, Token: off(n.token, x.base, 1, kernels.I32), LogP: real(n.logp), Entropy: real(n.entropy)}
+	if x.truncated {
+		s.Flags = kernels.Truncated
 	}
-	r.st.UploadSampleRows(r.rbuf.Ptr(), r.rows)
-	tok, lp, ent := r.results(x.sampled)
-	s := kernels.LMHeadSampleArgs{DType: r.dt, Flags: flags, B: x.sampled, D: int64(c.Hidden), V: int64(c.VocabSize), VocabValid: r.valid, X: a.ns, W: r.w.head,
-		Rows: r.rbuf.Ptr(), Token: tok, LogP: lp, Entropy: ent}
 	s.WS, s.WSBytes = r.scratch()
 	r.st.LMHeadSample(&s)
-}
-
-// results are the addresses of log-probs, entropies and tokens behind the sample rows.
-func (r *Runner) results(n int64) (tok, lp, ent kernels.Ptr) {
-	base, elem := int64(r.opt.MaxSeqs)*kernels.SampleRowBytes, int64(r.dt.Wide().Size())
-	return r.rbuf.At(base + 2*n*elem), r.rbuf.At(base), r.rbuf.At(base + n*elem)
-}
-
-func (r *Runner) collect(batch []piece, x *passIndex, out []Sampled) {
-	n := int(x.sampled)
-	tok, lp, ent := r.results(x.sampled)
-	tokens, vals := make([]int32, n), make([]float32, 2*n)
-	r.st.DownloadI32(tokens, tok)
-	r.st.DownloadReal(vals[:n], lp, r.dt.Wide())
-	r.st.DownloadReal(vals[n:], ent, r.dt.Wide())
-	i := 0
-	for _, p := range batch {
-		if p.sample {
-			if tokens[i] < 0 { // abi.h: the logits have no distribution
-				r.st.Fail(fmt.Errorf("sample work %d: logits are not finite: %w", p.work, ErrNonFinite))
-			}
-			out[p.work] = Sampled{Token: tokens[i], LogProb: vals[i], Entropy: vals[n+i]}
-			i++
-		}
-	}
 }

@@ -12,7 +12,7 @@ func runnerOptions(cfg Config) model.RunnerOptions {
 		kv = live * cfg.Model.MaxLen
 	}
 	seqs := live + max(live/4, 2)
-	return model.RunnerOptions{MaxSeqs: seqs, MaxTokens: kv, PageSize: 16, MaxRows: max(1024, seqs)}
+	return model.RunnerOptions{MaxSeqs: seqs, MaxTokens: kv, MaxContext: cfg.Model.MaxLen, PageSize: 16, MaxRows: max(1024, seqs)}
 }
 
 // execOptions are the sizes of the executor.

@@ -57,7 +57,7 @@ func TestMemoryPlanIsWhatRunsHold(t *testing.T) {
 			}
 			for label, want := range map[string]int64{
 				"weights": f.Bytes(model.LineWeights), "kv cache and recurrent state": f.Bytes(model.LineKV) + f.Bytes(model.LineRecurrent) + f.Bytes(model.LineConv),
-				"sampler activations": f.Bytes(model.LineSampler), "sample rows": f.Bytes(model.LineSampleRows),
+				"sampler activations": f.Bytes(model.LineSampler), "sampler indices": f.Bytes(model.LineIndices),
 				"activations": f.Bytes(model.LineActs), "batch": f.Bytes(model.LineBatch),
 			} {
 				if held[label] != want || want == 0 {

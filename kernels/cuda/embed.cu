@@ -16,7 +16,8 @@ static int row_block(int64_t D, int N, int most) { return (int)HS_MIN(most, 32 *
 // ---- dst[i] = src[row[i]] ----
 
 template <class T, int N> __global__ void copy_rows_kernel(int64_t D, const int32_t* row, const T* src, T* dst) {
-  src += row[blockIdx.x] * D, dst += blockIdx.x * D;
+  const int32_t r = row[blockIdx.x];
+  src += (r < 0 ? 0 : r) * D, dst += blockIdx.x * D;
   for (int64_t j = (int64_t)threadIdx.x * N; j < D; j += (int64_t)blockDim.x * N) store_pack<T, N>(dst + j, load_pack<T, N>(src + j));
 }
 template <class T> static hs_status copy_rows(cudaStream_t s, int64_t n, int64_t D, const int32_t* row, const void* src, void* dst) {
