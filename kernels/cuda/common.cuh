@@ -252,6 +252,14 @@ static __device__ __forceinline__ void cp_async16(void* dst, const void* src, in
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(hs_smem(dst)), "l"(src), "r"(valid) : "memory");
 #endif
 }
+// The same for one 4-byte element, copied or zeroed.
+static __device__ __forceinline__ void cp_async4(void* dst, const void* src, bool copied) {
+#ifdef HS_EMU
+  hs_emu_cp_async(dst, src, 4, copied ? 4 : 0);
+#else
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(hs_smem(dst)), "l"(src), "r"(copied ? 4 : 0) : "memory");
+#endif
+}
 static __device__ __forceinline__ void cp_async_commit() {
 #ifdef HS_EMU
   hs_emu_cp_commit();

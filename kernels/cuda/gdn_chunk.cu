@@ -14,18 +14,14 @@
 struct chunk_shape { int nk, nv, dv; int64_t head_bytes; };
 static const int ring_ld = 20, warp_ld = 24;   // row strides: of 16x16 floats, of a warp's 16x16 bf16
 
-// Shared memory of a block, in bytes: two stages of { k, q [16, ldk], v [16, ldv] bf16; g, beta [16] }, k.k and q.k [16, ring_ld], the decays
+// Shared memory of a block, byte offsets: two stages of { k, q [16, ldk], v [16, ldv] bf16; g, beta [16] }, k.k and q.k [16, ring_ld], the decays
 // from the chunk's start, of a flush and of the rows before the segment [3][16], per warp d as hi and lo.
-struct chunk_smem {
-  int ldk, ldv, q, v, gate, stage, kk, qk, from, split, bytes;
-  static __host__ __device__ chunk_smem of(int dk, int dv) {
-    chunk_smem m;
-    m.ldk = dk + 8, m.ldv = dv + 8;
-    m.q = ring_rows * m.ldk * 2, m.v = 2 * m.q, m.gate = m.v + ring_rows * m.ldv * 2, m.stage = m.gate + 2 * ring_rows * 4;
-    m.kk = 2 * m.stage, m.qk = m.kk + ring_rows * ring_ld * 4, m.from = m.qk + ring_rows * ring_ld * 4, m.split = m.from + 3 * ring_rows * 4;
-    m.bytes = m.split + dv / 16 * 2 * ring_rows * warp_ld * 2;
-    return m;
-  }
+template <int DK> struct chunk_smem {
+  static constexpr int ldk = DK + 8, ldv = 128 + 8;
+  static constexpr int q = ring_rows * ldk * 2, v = 2 * q, gate = v + ring_rows * ldv * 2, stage = gate + 2 * ring_rows * 4;
+  static constexpr int kk = 2 * stage, qk = kk + ring_rows * ring_ld * 4, from = qk + ring_rows * ring_ld * 4, split = from + 3 * ring_rows * 4;
+  static constexpr int warp = 2 * ring_rows * warp_ld * 2;
+  static int bytes(int dv) { return split + dv / 16 * warp; }
 };
 
 // The row `back` positions before the end of segment s (1 = its last row).
@@ -63,7 +59,7 @@ static __device__ __forceinline__ void read_state(float (&r)[2][4], float (&p)[2
 }
 
 // M[i][j] = D(i, j) (a_i . k_j) for columns 8n..8n+8, j <= i; zero above.
-template <int KS> static __device__ __forceinline__ void decayed_products(float* M, const bf16* A, const bf16* K, int ld, int n, const ring_decays& D) {
+template <int KS> static __device__ __forceinline__ void decayed_products(float* M, const bf16* A, const bf16* K, int ld, int n, const float* g) {
   const int lane = threadIdx.x & 31;
   float c[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -76,7 +72,7 @@ template <int KS> static __device__ __forceinline__ void decayed_products(float*
 #pragma unroll
   for (int e = 0; e < 4; e++) {
     const int i = (lane >> 2) + 8 * (e >> 1), j = 8 * n + 2 * (lane & 3) + (e & 1);
-    M[i * ring_ld + j] = j <= i ? __fmul_rn(D.from(i, j), c[e]) : 0.0f;
+    M[i * ring_ld + j] = j <= i ? __fmul_rn(decay(g, i, j), c[e]) : 0.0f;
   }
 }
 
@@ -84,14 +80,14 @@ template <int KS> static __device__ __forceinline__ void decayed_products(float*
 static __device__ __forceinline__ void substitute(float (&u)[2][4], float (&y)[2][4], const float (&beta)[2], const float* kk, const float* qk, int first, int rows) {
   const int lane = threadIdx.x & 31, g = lane >> 2;
 #pragma unroll
-  for (int j4 = 0; j4 < ring_rows; j4 += 4) {
-    if (j4 >= rows) break;
+  for (int j2 = 0; j2 < ring_rows; j2 += 4) {
+    if (j2 >= rows) break;
     pack<float, 4> a[2], b[2];
 #pragma unroll
-    for (int h = j4 / 8; h < 2; h++) a[h] = load_pack<float, 4>(kk + (g + 8 * h) * ring_ld + j4), b[h] = load_pack<float, 4>(qk + (g + 8 * h) * ring_ld + j4);
+    for (int h = j2 / 8; h < 2; h++) a[h] = load_pack<float, 4>(kk + (g + 8 * h) * ring_ld + j2), b[h] = load_pack<float, 4>(qk + (g + 8 * h) * ring_ld + j2);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const int j = j4 + e, own = j / 8;
+      const int j = j2 + e, own = j / 8;
       float2 d[2];
 #pragma unroll
       for (int n = 0; n < 2; n++)
@@ -149,144 +145,150 @@ static __device__ __forceinline__ void advance(const float (&S)[2 * KS][4], floa
   }
 }
 
-template <int KS>
-__global__ void __launch_bounds__(256, KS >= 4 ? 1 : 2)
+// What a block works on, in shared memory as registers are short: value and key head, segment and what the forest says of it, rows of its first
+// chunk before its own, index of its first 64-row chunk, and the ancestors' rows in the first chunk (-1: in the ring).
+struct chunk_item { int h, hk, s, parent, slot, row0, len, before, chunk0, above[ring_rows]; };
+
+// DV: dv when it is known to the compiler, else 0.
+template <int KS, int DV>
+__global__ void __launch_bounds__(256, KS == 8 && !DV ? 1 : 2)
     delta_chunks_kernel(chunk_shape z, hs_forest f, const bf16* q, const bf16* k, const bf16* v, const float* beta, const float* g, bf16* o, float* states, char* rec, int* line) {
   constexpr int DK = 16 * KS;
+  const int dv = DV ? DV : z.dv;
   HS_DYN_SHARED(unsigned char, sh);
-  HS_SHARED(int, above, [ring_rows]);   // the ancestors' rows in the segment's first chunk
-  const chunk_smem m = chunk_smem::of(DK, z.dv);
-  const int item = line_ticket(line), h = item % z.nv, s = item / z.nv, hk = h / (z.nv / z.nk), warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3;
-  const int len = f.len[s], par = f.parent[s], slot = f.slot[s], before = f.pos[s] % ring_rows, first = slot >= 0 ? before : 0, at0 = 16 * warp;
-  const int64_t row0 = f.start[s], ss = (int64_t)DK * z.dv;
-  const ring_cell cell = slot >= 0 ? ring_at(rec, (int64_t)slot * z.nv + h, z.head_bytes, DK, z.dv) : ring_cell{0, 0, 0, 0};
-  float *kk = (float*)(sh + m.kk), *qk = (float*)(sh + m.qk), *from = (float*)(sh + m.from);
-  bf16* mem = (bf16*)(sh + m.split) + warp * 2 * ring_rows * warp_ld;
-  if ((int)threadIdx.x < before) above[threadIdx.x] = par >= 0 ? ancestor_row(f, par, before - threadIdx.x) : -1;
-  __syncthreads();
-
-  // Row i of the chunk that starts at row `at` of the segment: its row in the batch, -1 when it is in the ring or past the end.
-  auto row_of = [&](int at, int i) -> int64_t { return at + i >= len ? -1 : at + i >= 0 ? row0 + at + i : above[i]; };
-  float next_g = 0, next_beta = 0;
-  auto stage = [&](int at, unsigned char* to) {
-    bf16 *K = (bf16*)to, *Q = (bf16*)(to + m.q), *V = (bf16*)(to + m.v);
-    for (int x = threadIdx.x; x < ring_rows * 2 * KS; x += blockDim.x) {
-      const int i = x / (2 * KS), c = x % (2 * KS) * 8;
-      const int64_t row = row_of(at, i);
-      const bf16* kr = row >= 0 ? k + (row * z.nk + hk) * DK : at + i < 0 ? cell.k + i * DK : 0;
-      cp_async16(K + i * m.ldk + c, kr ? kr + c : k, kr ? 16 : 0);
-      cp_async16(Q + i * m.ldk + c, row >= 0 ? q + (row * z.nk + hk) * DK + c : q, row >= 0 ? 16 : 0);
+  HS_SHARED(chunk_item, of, [1]);
+  typedef chunk_smem<DK> m;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3, at0 = 16 * warp, ss = DK * dv;
+  const chunk_item& w = of[0];
+  {
+    const int item = line_ticket(line), s = item / z.nv, h = item % z.nv;
+    if (threadIdx.x == 0) {
+      of[0] = {h, h / (z.nv / z.nk), s, f.parent[s], f.slot[s], f.start[s], f.len[s], f.pos[s] % ring_rows, f.chunk_off[s], {}};
+      for (int i = 0; i < w.before; i++) of[0].above[i] = w.parent >= 0 ? ancestor_row(f, w.parent, w.before - i) : -1;
     }
-    for (int x = threadIdx.x, n = z.dv / 8; x < ring_rows * n; x += blockDim.x) {
-      const int i = x / n, c = x % n * 8;
-      const int64_t row = row_of(at, i);
-      cp_async16(V + i * m.ldv + c, row >= 0 ? v + (row * z.nv + h) * z.dv + c : v, row >= 0 ? 16 : 0);
+    __syncthreads();
+  }
+  auto ring_of = [&]() { return ring_at(rec, (int64_t)w.slot * z.nv + w.h, z.head_bytes, DK, dv); };
+  auto state_of = [&](int i) { return states + ((int64_t)i * z.nv + w.h) * ss; };
+  float *kk = (float*)(sh + m::kk), *qk = (float*)(sh + m::qk), *from = (float*)(sh + m::from);
+  bf16* mem = (bf16*)(sh + m::split + warp * m::warp);
+
+  // Stages the 16 rows from row `at` of the segment; in its first chunk some stand before the segment: with the ancestors, or in the ring.
+  auto stage = [&](int at, unsigned char* to, bool first) {
+    bf16 *K = (bf16*)to, *Q = (bf16*)(to + m::q), *V = (bf16*)(to + m::v);
+    float* G = (float*)(to + m::gate);
+    auto row_of = [&](int i) { return at + i >= w.len ? -1 : !first || at + i >= 0 ? w.row0 + at + i : w.above[i]; };
+    auto ringed = [&](int i) { return first && at + i < 0 && w.slot >= 0; };
+#pragma unroll 1
+    for (unsigned x = threadIdx.x; x < ring_rows * 2 * KS; x += blockDim.x) {
+      const int i = x / (2 * KS), c = x % (2 * KS) * 8, row = row_of(i);
+      const int64_t from = ((int64_t)row * z.nk + w.hk) * DK + c;
+      cp_async16(K + i * m::ldk + c, row >= 0 ? k + from : ringed(i) ? ring_of().k + i * DK + c : k, row >= 0 || ringed(i) ? 16 : 0);
+      cp_async16(Q + i * m::ldk + c, row >= 0 ? q + from : q, row >= 0 ? 16 : 0);
+    }
+#pragma unroll 1
+    for (unsigned x = threadIdx.x, n = dv / 8; x < ring_rows * n; x += blockDim.x) {
+      const int i = x / n, c = x % n * 8, row = row_of(i);
+      cp_async16(V + i * m::ldv + c, row >= 0 ? v + ((int64_t)row * z.nv + w.h) * dv + c : v, row >= 0 ? 16 : 0);
+    }
+    if (threadIdx.x < ring_rows) {
+      const int i = threadIdx.x, row = row_of(i);
+      const int64_t from = (int64_t)row * z.nv + w.h;
+      cp_async4(G + i, row >= 0 ? g + from : ringed(i) ? ring_of().g + i : g, row >= 0 || ringed(i));
+      cp_async4(G + ring_rows + i, row >= 0 ? beta + from : beta, row >= 0);
     }
     cp_async_commit();
-    if (threadIdx.x < ring_rows) {
-      const int i = threadIdx.x;
-      const int64_t row = row_of(at, i);
-      next_g = row >= 0 ? g[row * z.nv + h] : at + i < 0 ? cell.g[i] : 0.0f;
-      next_beta = row >= 0 ? beta[row * z.nv + h] : at + i < 0 ? 1.0f : 0.0f;
-    }
-  };
-  auto stage_gates = [&](unsigned char* to) {
-    float* x = (float*)(to + m.gate);
-    if (threadIdx.x < ring_rows) x[threadIdx.x] = next_g, x[ring_rows + threadIdx.x] = next_beta;
   };
 
-  stage(-before, sh);
-  stage_gates(sh);
-  if (par >= 0) {
-    line_wait(line, par * z.nv + h);
+  stage(-w.before, sh, true);
+  if (w.parent >= 0) {
+    line_wait(line, w.parent * z.nv + w.h);
     __syncthreads();
   }
   float S[2 * KS][4];
-  {
-    const float* src = par >= 0 ? states + ((int64_t)(f.nchunks + par) * z.nv + h) * ss : cell.S;
-    each_state<KS>(S, z.dv, at0, [&](float& x, int i) { x = src ? __ldcg(src + i) : 0.0f; });
+  each_state<KS>(S, dv, at0, [&](float& x, int) { x = 0; });
+  if (w.parent >= 0 || w.slot >= 0) {
+    const float* src = w.parent >= 0 ? state_of(f.nchunks + w.parent) : ring_of().S;
+    each_state<KS>(S, dv, at0, [&](float& x, int i) { x = *(const volatile float*)(src + i); });
   }
-  auto store = [&](float* dst) { each_state<KS>(S, z.dv, at0, [&](float& x, int i) { dst[i] = x; }); };
-  bool flushed = false;
-  unsigned char *now = sh, *then = sh + m.stage;
-  for (int at = -before; at < len; at += ring_rows) {
-    const int lo = max(0, -at), rows = min(ring_rows, len - at), ring = at < 0 ? first : 0;
-    const bf16 *K = (const bf16*)now, *Q = (const bf16*)(now + m.q), *V = (const bf16*)(now + m.v);
-    const float *gs = (const float*)(now + m.gate), *bs = gs + ring_rows;
-    float* chunk = states && (at + before) % HS_GDN_CHUNK == 0 && at + before < len ? states + ((int64_t)(f.chunk_off[s] + (at + before) / HS_GDN_CHUNK) * z.nv + h) * ss : 0;
+  auto store = [&](float* dst) { each_state<KS>(S, dv, at0, [&](float& x, int i) { dst[i] = x; }); };
+  for (int at = -w.before; at < w.len; at += ring_rows) {
+    const int now = (at + w.before) / ring_rows % 2 * m::stage;   // the stage in use
+    const bf16 *K = (const bf16*)(sh + now), *Q = (const bf16*)(sh + now + m::q), *V = (const bf16*)(sh + now + m::v);
+    const float *gs = (const float*)(sh + now + m::gate), *bs = gs + ring_rows;
+    auto starts = [&]() { return states && (at + w.before) % HS_GDN_CHUNK == 0 && at + w.before < w.len; };   // one of the backward's chunks does
     cp_async_wait<0>();
     __syncthreads();
-    if (at + ring_rows < len) stage(at + ring_rows, then);
-    if (chunk && !before) store(chunk);
-    {
-      const ring_decays D(gs);
-      for (int x = warp; x < 4; x += blockDim.x >> 5) decayed_products<KS>(x & 2 ? qk : kk, x & 2 ? Q : K, K, m.ldk, x & 1, D);
-      for (int x = blockDim.x - 1 - threadIdx.x; x < 3 * ring_rows; x += blockDim.x) {
-        const int i = x % ring_rows, to = x < ring_rows ? i : x < 2 * ring_rows ? ring_rows - 1 : before - 1;
-        from[x] = D.from(to, x < ring_rows ? -1 : i);
-      }
+    if (at + ring_rows < w.len) stage(at + ring_rows, sh + (m::stage - now), false);
+    if (!w.before && starts()) store(state_of(w.chunk0 + at / HS_GDN_CHUNK));
+#pragma unroll 1
+    for (int x = warp; x < 4; x += blockDim.x >> 5) decayed_products<KS>(x & 2 ? qk : kk, x & 2 ? Q : K, K, m::ldk, x & 1, gs);
+#pragma unroll 1
+    for (int x = blockDim.x - 1 - threadIdx.x; x < 3 * ring_rows; x += blockDim.x) {
+      const int i = x % ring_rows, to = x < ring_rows ? i : x < 2 * ring_rows ? ring_rows - 1 : w.before - 1;
+      from[x] = decay(gs, to, x < ring_rows ? -1 : i);
     }
     float u[2][4], y[2][4];
-    read_state<KS>(u, y, S, K, Q, m.ldk);
+    read_state<KS>(u, y, S, K, Q, m::ldk);
     __syncthreads();
+    const int rows = min(ring_rows, w.len - at), ring = at < 0 && w.slot >= 0 ? w.before : 0;
     float be[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int i = (lane >> 2) + 8 * half;
       const float e = from[i];
-      be[half] = bs[i];
+      be[half] = i < ring ? 1.0f : bs[i];
 #pragma unroll
       for (int n = 0; n < 2; n++) {
         const int c = 8 * n + 2 * t;
-        const pack<bf16, 2> x = load_pack<bf16, 2>(V + i * m.ldv + at0 + c);
+        const pack<bf16, 2> x = load_pack<bf16, 2>(V + i * m::ldv + at0 + c);
 #pragma unroll
-        for (int w = 0; w < 2; w++) {
-          u[n][2 * half + w] = i < ring ? cell.d[i * z.dv + at0 + c + w] : __fmaf_rn(-e, u[n][2 * half + w], to_f(x.v[w]));
-          y[n][2 * half + w] = __fmul_rn(e, y[n][2 * half + w]);
+        for (int b = 0; b < 2; b++) {
+          u[n][2 * half + b] = __fmaf_rn(-e, u[n][2 * half + b], to_f(x.v[b]));
+          y[n][2 * half + b] = __fmul_rn(e, y[n][2 * half + b]);
+          if (i < ring) u[n][2 * half + b] = ring_of().d[i * dv + at0 + c + b];
         }
       }
     }
     substitute(u, y, be, kk, qk, ring, rows);
-    const bool keep = slot >= 0 && rows < ring_rows;   // the segment's last chunk, unfinished
+    const bool keep = w.slot >= 0 && rows < ring_rows;   // the segment's last chunk, unfinished
 #pragma unroll
     for (int x = 0; x < 4; x++) {
       const int half = x & 1, n = x >> 1, i = (lane >> 2) + 8 * half, c = at0 + 8 * n + 2 * t;
       const float* d = &u[n][2 * half];
-      if (i >= lo && i < rows) {
-        store_pack(o + ((row0 + at + i) * z.nv + h) * z.dv + c, pack<bf16, 2>{{from_f<bf16>(y[n][2 * half]), from_f<bf16>(y[n][2 * half + 1])}});
-        if (keep) store_pack(cell.d + i * z.dv + c, pack<float, 2>{{d[0], d[1]}});
+      if (at + i >= 0 && i < rows) {
+        store_pack(o + ((int64_t)(w.row0 + at + i) * z.nv + w.h) * dv + c, pack<bf16, 2>{{from_f<bf16>(y[n][2 * half]), from_f<bf16>(y[n][2 * half + 1])}});
+        if (keep) store_pack(ring_of().d + i * dv + c, pack<float, 2>{{d[0], d[1]}});
       }
     }
     if (keep) {
+#pragma unroll 1
       for (int x = threadIdx.x; x < rows * 2 * KS; x += blockDim.x) {
         const int i = x / (2 * KS), c = x % (2 * KS) * 8;
-        store_pack(cell.k + i * DK + c, load_pack<bf16, 8>(K + i * m.ldk + c));
+        store_pack(ring_of().k + i * DK + c, load_pack<bf16, 8>(K + i * m::ldk + c));
       }
-      if ((int)threadIdx.x < rows) cell.g[threadIdx.x] = gs[threadIdx.x];
+      if ((int)threadIdx.x < rows) ring_of().g[threadIdx.x] = gs[threadIdx.x];
     }
     uint32_t hi[4], low[4];
-    if (chunk && before) {
-      scaled_rows(hi, low, u, from + 2 * ring_rows, before, mem);
-      advance<KS>(S, from[before - 1], hi, low, K, m.ldk, [&](int T, const float* x) {
+    if (w.before && starts()) {
+      float* dst = state_of(w.chunk0 + (at + w.before) / HS_GDN_CHUNK);
+      scaled_rows(hi, low, u, from + 2 * ring_rows, w.before, mem);
+      advance<KS>(S, from[w.before - 1], hi, low, K, m::ldk, [&](int T, const float* x) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) chunk[(8 * T + 2 * t + (e & 1)) * z.dv + at0 + (lane >> 2) + 8 * (e >> 1)] = x[e];
+        for (int e = 0; e < 4; e++) dst[(8 * T + 2 * t + (e & 1)) * dv + at0 + (lane >> 2) + 8 * (e >> 1)] = x[e];
       });
     }
     if (rows == ring_rows) {
-      flushed = true;
       scaled_rows(hi, low, u, from + ring_rows, ring_rows, mem);
-      advance<KS>(S, from[ring_rows - 1], hi, low, K, m.ldk, [&](int T, const float* x) {
+      advance<KS>(S, from[ring_rows - 1], hi, low, K, m::ldk, [&](int T, const float* x) {
 #pragma unroll
         for (int e = 0; e < 4; e++) S[T][e] = x[e];
       });
     }
-    stage_gates(then);
-    unsigned char* x = now;
-    now = then, then = x;
   }
-  if (states) store(states + ((int64_t)(f.nchunks + s) * z.nv + h) * ss);
-  if (slot >= 0 && flushed) store(cell.S);
-  line_done(line, s * z.nv + h);
+  if (states) store(state_of(f.nchunks + w.s));
+  if (w.slot >= 0 && w.before + w.len >= ring_rows) store(ring_of().S);
+  line_done(line, w.s * z.nv + w.h);
 }
 
 hs_status delta_chunks(cudaStream_t s, const hs_gdn_args* a) {
@@ -294,14 +296,14 @@ hs_status delta_chunks(cudaStream_t s, const hs_gdn_args* a) {
   HS_NEED(a->f.pos, "forest array is 0");
   HS_NEED(hs_packs(8, 2, a->q, a->k, a->v, a->rec_state), "q, k, v and rec_state must be multiples of 16");
   const chunk_shape z = {(int)a->nk, (int)a->nv, dv, hs_gdn_head_bytes(a->dtype, dk, dv)};
-  auto go = [&](auto kernel) {
-    return HS_LAUNCH(s, kernel, (unsigned)(a->f.nseg * a->nv), 2 * dv, (size_t)chunk_smem::of(dk, dv).bytes, z, a->f, (const bf16*)a->q, (const bf16*)a->k, (const bf16*)a->v,
+  auto go = [&](auto kernel, int smem) {
+    return HS_LAUNCH(s, kernel, (unsigned)(a->f.nseg * a->nv), 2 * dv, (size_t)smem, z, a->f, (const bf16*)a->q, (const bf16*)a->k, (const bf16*)a->v,
                      (const float*)a->beta, (const float*)a->g, (bf16*)a->o, (float*)a->states, (char*)a->rec_state, (int*)a->ws);
   };
   switch (dk) {
-    case 16: return go(delta_chunks_kernel<1>);
-    case 32: return go(delta_chunks_kernel<2>);
-    case 64: return go(delta_chunks_kernel<4>);
-    default: return go(delta_chunks_kernel<8>);
+    case 16: return go(delta_chunks_kernel<1, 0>, chunk_smem<16>::bytes(dv));
+    case 32: return go(delta_chunks_kernel<2, 0>, chunk_smem<32>::bytes(dv));
+    case 64: return go(delta_chunks_kernel<4, 0>, chunk_smem<64>::bytes(dv));
+    default: return dv == 128 ? go(delta_chunks_kernel<8, 128>, chunk_smem<128>::bytes(dv)) : go(delta_chunks_kernel<8, 0>, chunk_smem<128>::bytes(dv));
   }
 }

@@ -34,17 +34,17 @@ static __device__ __forceinline__ void fetch(state_step& to, const float* S, int
 }
 
 // S <- D(15,-1) S + sum_j k_j (D(15,j) d_j)^T for the warp's columns; K and d [16, dv] in shared memory.
-template <int KS> static __device__ __forceinline__ void flush(float* S, int dv, int col, const bf16* K, int ld, const float* d, const ring_decays& D) {
+template <int KS> static __device__ __forceinline__ void flush(float* S, int dv, int col, const bf16* K, int ld, const float* d, const float* g) {
   uint32_t hi[2][4], lo[2][4];   // columns 0 and 1, columns 2 and 3 of the lane's four
 #pragma unroll
   for (int half = 0; half < 2; half++) {   // chunk rows 2t, 2t+1 and 2t+8, 2t+9
     const int j = step_row(2 * half);
-    const float w0 = D.from(ring_rows - 1, j), w1 = D.from(ring_rows - 1, j + 1);
+    const float w0 = decay(g, ring_rows - 1, j), w1 = decay(g, ring_rows - 1, j + 1);
     const four zero = {{0, 0, 0, 0}}, x = col < dv ? load_pack<float, 4>(d + j * dv + col) : zero, y = col < dv ? load_pack<float, 4>(d + (j + 1) * dv + col) : zero;
 #pragma unroll
     for (int c = 0; c < 4; c++) ring_split(__fmul_rn(w0, x.v[c]), __fmul_rn(w1, y.v[c]), hi[c >> 1][2 * half + (c & 1)], lo[c >> 1][2 * half + (c & 1)]);
   }
-  const float e = D.from(ring_rows - 1, -1);
+  const float e = decay(g, ring_rows - 1, -1);
   state_step a;
 #pragma unroll 1
   for (int s = 0; s < KS; s++) {
@@ -69,40 +69,44 @@ template <int KS> static __device__ __forceinline__ void flush(float* S, int dv,
   }
 }
 
-template <int KS>
-__global__ void __launch_bounds__(128, 4)
+// DV: dv when it is known to the compiler, else 0.
+template <int KS, int DV>
+__global__ void __launch_bounds__(128, KS == 8 && !DV ? 4 : 5)
     delta_step_kernel(step_shape z, const int32_t* slot, const int32_t* pos, const bf16* q, const bf16* k, const bf16* v, const float* beta, const float* g, bf16* o, char* rec) {
   constexpr int DK = 16 * KS;
+  const int dv = DV ? DV : z.dv;
   HS_DYN_SHARED(unsigned char, sh);
-  const step_smem m = step_smem::of(DK, z.dv);
+  const step_smem m = step_smem::of(DK, dv);
   bf16 *K = (bf16*)sh, *Q = (bf16*)(sh + m.q);
   float *d = (float*)(sh + m.d), *gs = (float*)(sh + m.g), *kk = gs + ring_rows, *qk = kk + ring_rows;
   const int h = blockIdx.x % z.nv, b = blockIdx.x / z.nv, hk = h / (z.nv / z.nk), warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3;
   const int r = pos[b] % ring_rows, col = 32 * warp + (lane & ~3), at = b * z.nv + h;   // this row's place in the ring; the first of four columns
-  const ring_cell cell = ring_at(rec, (int64_t)slot[b] * z.nv + h, z.head_bytes, DK, z.dv);
+  const ring_cell cell = ring_at(rec, (int64_t)slot[b] * z.nv + h, z.head_bytes, DK, dv);
   state_step x[2];
-  fetch(x[0], cell.S, z.dv, 0, col);
-  if (KS > 1) fetch(x[1], cell.S, z.dv, 1, col);
+  fetch(x[0], cell.S, dv, 0, col);
+  if (KS > 1) fetch(x[1], cell.S, dv, 1, col);
 
   const bf16 *kr = k + ((int64_t)b * z.nk + hk) * DK, *qr = q + ((int64_t)b * z.nk + hk) * DK;
+#pragma unroll 1
   for (int i = threadIdx.x; i < (ring_rows + 1) * 2 * KS; i += blockDim.x) {
     const int row = i / (2 * KS), c = i % (2 * KS) * 8;
     const bf16* src = row == ring_rows ? qr : row < r ? cell.k + row * DK : kr;
     cp_async16(K + row * m.ld + c, src + c, row <= r || row == ring_rows ? 16 : 0);   // q is row 16
   }
-  for (int i = threadIdx.x; i < r * z.dv / 4; i += blockDim.x) cp_async16(d + 4 * i, cell.d + 4 * i);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < r * dv / 4; i += blockDim.x) cp_async16(d + 4 * i, cell.d + 4 * i);
   cp_async_commit();
   if (threadIdx.x < ring_rows) gs[threadIdx.x] = (int)threadIdx.x < r ? cell.g[threadIdx.x] : (int)threadIdx.x == r ? g[at] : 0.0f;
   const int mine = 32 * warp + 8 * t + (lane >> 2);   // the lane's column
-  const float be = beta[at], vs = mine < z.dv ? to_f(v[(int64_t)at * z.dv + mine]) : 0.0f;
+  const float be = beta[at], vs = mine < dv ? to_f(v[(int64_t)at * dv + mine]) : 0.0f;
   cp_async_wait<0>();
   __syncthreads();
-  const ring_decays D(gs);
 
   auto rows_kq = [&](uint32_t (&a)[4], int s) {
 #pragma unroll
     for (int i = 0; i < 4; i++) memcpy(&a[i], (i & 1 ? Q : K + r * m.ld) + 16 * s + 2 * t + 8 * (i >> 1), 4);
   };
+#pragma unroll 1
   for (int n = warp; n <= r / 8; n += blockDim.x >> 5) {
     float c[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -115,7 +119,7 @@ __global__ void __launch_bounds__(128, 4)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int j = 8 * n + 2 * t + e;
-      const float w = D.from(r, j);
+      const float w = decay(gs, r, j);
       if (lane < 4 && j <= r) kk[j] = __fmul_rn(w, c[e]), qk[j] = __fmul_rn(w, c[2 + e]);
     }
   }
@@ -135,7 +139,7 @@ __global__ void __launch_bounds__(128, 4)
       mma_bf16(acc[c], a, hi, acc[c]);
       mma_bf16(acc[c], a, lo, acc[c]);
     }
-    if (s + 2 < KS) fetch(x[s & 1], cell.S, z.dv, s + 2, col);
+    if (s + 2 < KS) fetch(x[s & 1], cell.S, dv, s + 2, col);
   }
   __syncthreads();
 
@@ -144,23 +148,23 @@ __global__ void __launch_bounds__(128, 4)
 #pragma unroll
   for (int c = 1; c < 8; c++)
     if (lane >> 2 == c) rs = acc[c & 3][c >> 2], ps = acc[c & 3][2 + (c >> 2)];
-  if (mine < z.dv) {
-    const float e = D.from(r, -1);
+  if (mine < dv) {
+    const float e = decay(gs, r, -1);
     float u = __fmaf_rn(-e, rs, vs), y = __fmul_rn(e, ps);
     for (int j = 0; j < r; j++) {
-      const float dj = d[j * z.dv + mine];
+      const float dj = d[j * dv + mine];
       u = __fmaf_rn(-kk[j], dj, u);
       y = __fmaf_rn(qk[j], dj, y);
     }
     u = __fmul_rn(be, u);
-    o[(int64_t)at * z.dv + mine] = from_f<bf16>(__fmaf_rn(qk[r], u, y));
-    d[r * z.dv + mine] = cell.d[r * z.dv + mine] = u;
+    o[(int64_t)at * dv + mine] = from_f<bf16>(__fmaf_rn(qk[r], u, y));
+    d[r * dv + mine] = cell.d[r * dv + mine] = u;
   }
   if (threadIdx.x < 2 * KS) store_pack(cell.k + r * DK + 8 * threadIdx.x, load_pack<bf16, 8>(K + r * m.ld + 8 * threadIdx.x));
   if (threadIdx.x == 0) cell.g[r] = gs[r];
   if (r < ring_rows - 1) return;
   __syncwarp();
-  flush<KS>(cell.S, z.dv, col, K, m.ld, d, D);
+  flush<KS>(cell.S, dv, col, K, m.ld, d, gs);
 }
 
 hs_status delta_step(cudaStream_t s, const hs_gdn_step_args* a) {
@@ -173,9 +177,9 @@ hs_status delta_step(cudaStream_t s, const hs_gdn_step_args* a) {
                      (const bf16*)a->v, (const float*)a->beta, (const float*)a->g, (bf16*)a->o, (char*)a->rec_state);
   };
   switch (dk) {
-    case 16: return go(delta_step_kernel<1>);
-    case 32: return go(delta_step_kernel<2>);
-    case 64: return go(delta_step_kernel<4>);
-    default: return go(delta_step_kernel<8>);
+    case 16: return go(delta_step_kernel<1, 0>);
+    case 32: return go(delta_step_kernel<2, 0>);
+    case 64: return go(delta_step_kernel<4, 0>);
+    default: return dv == 128 ? go(delta_step_kernel<8, 128>) : go(delta_step_kernel<8, 0>);
   }
 }

@@ -24,25 +24,18 @@ static __device__ __forceinline__ ring_cell ring_at(char* slots, int64_t head, i
   return c;
 }
 
-// The chunk's 16 log decays in registers. from(i, j) is D(i, j), -1 <= j <= i.
-struct ring_decays {
-  float g[ring_rows];
-  __device__ __forceinline__ explicit ring_decays(const float* shared) {
+// D(i, j), -1 <= j <= i, of a chunk with the log decays g in shared memory.
+static __device__ __forceinline__ float decay(const float* g, int i, int j) {
+  float s = 0;
 #pragma unroll
-    for (int i = 0; i < ring_rows; i += 4) {
-      const pack<float, 4> x = load_pack<float, 4>(shared + i);
+  for (int m = ring_rows - 4; m >= 0; m -= 4) {
+    const pack<float, 4> x = load_pack<float, 4>(g + m);
 #pragma unroll
-      for (int e = 0; e < 4; e++) g[i + e] = x.v[e];
-    }
+    for (int e = 3; e >= 0; e--)
+      if (m + e <= i && m + e > j) s = __fadd_rn(s, x.v[e]);
   }
-  __device__ __forceinline__ float from(int i, int j) const {
-    float s = 0;
-#pragma unroll
-    for (int m = ring_rows - 1; m >= 0; m--)
-      if (m <= i && m > j) s = __fadd_rn(s, g[m]);
-    return expf(s);
-  }
-};
+  return expf(s);
+}
 
 // Two values as bf16 pairs: hi nearest, lo the rest. Products must come from __fmul_rn, so that no compiler joins them with the difference.
 static __device__ __forceinline__ uint32_t ring_pair(float x, float y) {
