@@ -83,6 +83,13 @@ typedef struct { int32_t dtype; uint32_t flags; int64_t T, nv, dv; double eps; c
 // A linear layer y = x W^T is TRANS_B; dx = dy W is plain; dW += dy^T x is TRANS_A|BETA1. Fixed K order; a row's bits do not depend on M.
 typedef struct { int32_t dtype; uint32_t flags; int64_t M, N, K; const void* a; int64_t lda; const void* b; int64_t ldb; void* c; int64_t ldc; void *ws; int64_t ws_bytes; } hs_gemm_args;
 
+// Up to HS_GEMM_SETS products of one A: set i is C_i[M,N_i] (ldc) = op(A) op(B_i) (+ C_i), with the flags of gemm and the bits of n gemms.
+#define HS_GEMM_SETS 4
+typedef struct { int64_t N; const void* b; int64_t ldb; void* c; int64_t ldc; } hs_gemm_set;
+typedef struct { int32_t dtype; uint32_t flags; int64_t M, K, n; const void* a; int64_t lda; hs_gemm_set set[HS_GEMM_SETS]; void *ws; int64_t ws_bytes; } hs_gemm_group_args;
+// h[M,N] dense = silu(x gate^T) * (x up^T) with both products rounded to dtype: the bits of gemm, gemm, swiglu. x[M,K] (ldx), gate, up [N,K] (ldw).
+typedef struct { int32_t dtype; uint32_t flags; int64_t M, N, K; const void* x; int64_t ldx; const void *gate, *up; int64_t ldw; void* h; void *ws; int64_t ws_bytes; } hs_gemm_swiglu_args;
+
 // dst[n] = src[n] (copy); dst[n] += src[n] (add). Element type dtype.
 typedef struct { int32_t dtype; uint32_t flags; int64_t n; const void* src; void* dst; } hs_vec_args;
 
@@ -224,7 +231,8 @@ typedef enum {
   HS_OP_EMBED, HS_OP_EMBED_BWD, HS_OP_RMSNORM, HS_OP_RMSNORM_BWD, HS_OP_GATEDNORM, HS_OP_GATEDNORM_BWD, HS_OP_GEMM, HS_OP_COPY, HS_OP_ADD,
   HS_OP_CONVGATE, HS_OP_CONVGATE_BWD, HS_OP_GDN, HS_OP_GDN_BWD, HS_OP_CONVGATE_STEP, HS_OP_GDN_STEP, HS_OP_ATTNPREP, HS_OP_ATTNPREP_BWD,
   HS_OP_ATTN, HS_OP_ATTN_BWD, HS_OP_GATE, HS_OP_GATE_BWD, HS_OP_KV_WRITE, HS_OP_ATTN_PAGED, HS_OP_SLOT_COPY, HS_OP_SWIGLU, HS_OP_SWIGLU_BWD,
-  HS_OP_GATHER, HS_OP_GATHER_BWD, HS_OP_LMHEAD, HS_OP_LMHEAD_BWD, HS_OP_SAMPLE, HS_OP_ADAMW, HS_OP_SUMSQ, HS_OP_LMHEAD_SAMPLE, HS_NUM_OPS
+  HS_OP_GATHER, HS_OP_GATHER_BWD, HS_OP_LMHEAD, HS_OP_LMHEAD_BWD, HS_OP_SAMPLE, HS_OP_ADAMW, HS_OP_SUMSQ, HS_OP_LMHEAD_SAMPLE,
+  HS_OP_GEMM_GROUP, HS_OP_GEMM_SWIGLU, HS_NUM_OPS
 } hs_op;
 
 typedef struct hs_stream hs_stream;   // opaque; the CPU's runs every op before returning

@@ -627,6 +627,46 @@ func TestABILayout(t *testing.T) {
 		facts = append(facts, fact{"LMHeadSampleArgs.WS", unsafe.Offsetof(x.WS)})
 		facts = append(facts, fact{"LMHeadSampleArgs.WSBytes", unsafe.Offsetof(x.WSBytes)})
 	}
+	{
+		var x GemmSet
+		facts = append(facts, fact{"GemmSet", unsafe.Sizeof(x)})
+		facts = append(facts, fact{"GemmSet.N", unsafe.Offsetof(x.N)})
+		facts = append(facts, fact{"GemmSet.B", unsafe.Offsetof(x.B)})
+		facts = append(facts, fact{"GemmSet.LDB", unsafe.Offsetof(x.LDB)})
+		facts = append(facts, fact{"GemmSet.C", unsafe.Offsetof(x.C)})
+		facts = append(facts, fact{"GemmSet.LDC", unsafe.Offsetof(x.LDC)})
+	}
+	{
+		var x GemmGroupArgs
+		facts = append(facts, fact{"GemmGroupArgs", unsafe.Sizeof(x)})
+		facts = append(facts, fact{"GemmGroupArgs.DType", unsafe.Offsetof(x.DType)})
+		facts = append(facts, fact{"GemmGroupArgs.Flags", unsafe.Offsetof(x.Flags)})
+		facts = append(facts, fact{"GemmGroupArgs.M", unsafe.Offsetof(x.M)})
+		facts = append(facts, fact{"GemmGroupArgs.K", unsafe.Offsetof(x.K)})
+		facts = append(facts, fact{"GemmGroupArgs.N", unsafe.Offsetof(x.N)})
+		facts = append(facts, fact{"GemmGroupArgs.A", unsafe.Offsetof(x.A)})
+		facts = append(facts, fact{"GemmGroupArgs.LDA", unsafe.Offsetof(x.LDA)})
+		facts = append(facts, fact{"GemmGroupArgs.Set", unsafe.Offsetof(x.Set)})
+		facts = append(facts, fact{"GemmGroupArgs.WS", unsafe.Offsetof(x.WS)})
+		facts = append(facts, fact{"GemmGroupArgs.WSBytes", unsafe.Offsetof(x.WSBytes)})
+	}
+	{
+		var x GemmSwiGLUArgs
+		facts = append(facts, fact{"GemmSwiGLUArgs", unsafe.Sizeof(x)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.DType", unsafe.Offsetof(x.DType)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.Flags", unsafe.Offsetof(x.Flags)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.M", unsafe.Offsetof(x.M)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.N", unsafe.Offsetof(x.N)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.K", unsafe.Offsetof(x.K)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.X", unsafe.Offsetof(x.X)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.LDX", unsafe.Offsetof(x.LDX)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.Gate", unsafe.Offsetof(x.Gate)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.Up", unsafe.Offsetof(x.Up)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.LDW", unsafe.Offsetof(x.LDW)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.H", unsafe.Offsetof(x.H)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.WS", unsafe.Offsetof(x.WS)})
+		facts = append(facts, fact{"GemmSwiGLUArgs.WSBytes", unsafe.Offsetof(x.WSBytes)})
+	}
 	for i, f := range facts {
 		if got := layoutFact(i); got != int64(f.go_) {
 			t.Errorf("%s: Go %d, C %d", f.name, f.go_, got)

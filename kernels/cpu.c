@@ -334,12 +334,28 @@ POINT_OPS(X)
 
 #define SEQ_OPS(X) \
   X(convgate) X(convgate_bwd) X(gdn) X(gdn_bwd) X(convgate_step) X(gdn_step) X(attnprep) X(attnprep_bwd) X(attn) X(attn_bwd) \
-  X(gate) X(gate_bwd) X(kv_write) X(attn_paged) X(gemm) X(adamw)
+  X(gate) X(gate_bwd) X(kv_write) X(attn_paged) X(gemm) X(gemm_group) X(adamw)
 #define X(op) \
   static hs_status run_##op(const void* p) { return hs_cpu_##op(p); } \
   static int64_t ws_##op(const void* p) { return hs_cpu_##op##_ws(p); }
 SEQ_OPS(X)
 #undef X
+
+static int64_t ws_gemm_swiglu(const void* p) {
+  const hs_gemm_swiglu_args* a = p;
+  return a->M > 0 && a->N > 0 ? hs_align(a->M * a->N * hs_sizeof(a->dtype)) : 0;
+}
+static hs_status run_gemm_swiglu(const void* p) {
+  const hs_gemm_swiglu_args* a = p;
+  HS_NEED(a->gate && a->up && a->x && a->h, "x, gate, up and h are required");
+  HS_NEED_WS(a, ws_gemm_swiglu(a));
+  const hs_gemm_args gate = {a->dtype, HS_TRANS_B, a->M, a->N, a->K, a->x, a->ldx, a->gate, a->ldw, a->h, a->N, 0, 0};
+  const hs_gemm_args up = {a->dtype, HS_TRANS_B, a->M, a->N, a->K, a->x, a->ldx, a->up, a->ldw, a->ws, a->N, 0, 0};
+  const hs_swiglu_args act = {a->dtype, 0, a->M * a->N, a->h, a->ws, a->h};
+  hs_status st = hs_cpu_gemm(&gate);
+  if (st == HS_OK) st = hs_cpu_gemm(&up);
+  return st == HS_OK ? run_swiglu(&act) : st;
+}
 
 static hs_status run_slot_copy(const void* p) { return slot_copy(p); }
 
@@ -390,6 +406,7 @@ static const struct {
   [HS_OP_LMHEAD_BWD] = {"lmhead_bwd", run_lmhead_bwd, ws_lmhead_bwd}, [HS_OP_SAMPLE] = {"sample", run_sample, 0},
   [HS_OP_ADAMW] = {"adamw", run_adamw, 0}, [HS_OP_SUMSQ] = {"sumsq", run_sumsq, ws_sumsq},
   [HS_OP_LMHEAD_SAMPLE] = {"lmhead_sample", run_lmhead_sample, ws_lmhead_sample},
+  [HS_OP_GEMM_GROUP] = {"gemm_group", run_gemm_group, ws_gemm_group}, [HS_OP_GEMM_SWIGLU] = {"gemm_swiglu", run_gemm_swiglu, ws_gemm_swiglu},
 };
 
 // ---- table ----

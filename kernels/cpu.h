@@ -76,7 +76,7 @@ void hs_pgemm_f64(uint32_t flags, int64_t M, int64_t N, int64_t K, const double*
 HS_DECL(convgate) HS_DECL(convgate_bwd) HS_DECL(gdn) HS_DECL(gdn_bwd) HS_DECL(convgate_step) HS_DECL(gdn_step)
 HS_DECL(attnprep) HS_DECL(attnprep_bwd) HS_DECL(attn) HS_DECL(attn_bwd) HS_DECL(gate) HS_DECL(gate_bwd)
 HS_DECL(kv_write) HS_DECL(attn_paged)
-HS_DECL(gemm) HS_DECL(adamw)
+HS_DECL(gemm) HS_DECL(gemm_group) HS_DECL(adamw)
 #undef HS_DECL
 
 #endif

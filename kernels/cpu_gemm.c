@@ -81,3 +81,19 @@ hs_status hs_cpu_gemm(const hs_gemm_args* a) {
   else hs_pgemm_f32(a->flags, a->M, a->N, a->K, a->a, a->lda, a->b, a->ldb, a->c, a->ldc);
   return HS_OK;
 }
+
+int64_t hs_cpu_gemm_group_ws(const hs_gemm_group_args* a) {
+  (void)a;
+  return 0;
+}
+
+hs_status hs_cpu_gemm_group(const hs_gemm_group_args* a) {
+  HS_NEED(a->n >= 1 && a->n <= HS_GEMM_SETS, "n %lld, want 1..%d", (long long)a->n, HS_GEMM_SETS);
+  for (int64_t i = 0; i < a->n; i++) {
+    const hs_gemm_set* s = &a->set[i];
+    const hs_gemm_args g = {a->dtype, a->flags, a->M, s->N, a->K, a->a, a->lda, s->b, s->ldb, s->c, s->ldc, 0, 0};
+    const hs_status st = hs_cpu_gemm(&g);
+    if (st != HS_OK) return st;
+  }
+  return HS_OK;
+}

@@ -97,6 +97,8 @@ const (
 	OpAdamW
 	OpSumSq
 	OpLMHeadSample
+	OpGemmGroup
+	OpGemmSwiGLU
 	numOps
 )
 
@@ -136,6 +138,8 @@ func (o Op) String() string {
 		"adamw",
 		"sumsq",
 		"lmhead_sample",
+		"gemm_group",
+		"gemm_swiglu",
 	}
 	if o >= 0 && int(o) < len(names) {
 		return names[o]
@@ -220,6 +224,45 @@ type GemmArgs struct {
 	LDC     int64
 	WS      Ptr
 	WSBytes int64
+}
+
+// GemmSets is the most products of a GemmGroupArgs.
+const GemmSets = 4
+
+// GemmSet is one product of a GemmGroupArgs: C[M,N] = op(A) op(B) (+ C with Beta1).
+type GemmSet struct {
+	N   int64
+	B   Ptr
+	LDB int64
+	C   Ptr
+	LDC int64
+}
+
+// GemmGroupArgs: the first N of Set, products of one A, with the flags of GemmArgs and the bits of as many Gemms.
+type GemmGroupArgs struct {
+	DType   DType
+	Flags   uint32
+	M, K, N int64
+	A       Ptr
+	LDA     int64
+	Set     [GemmSets]GemmSet
+	WS      Ptr
+	WSBytes int64
+}
+
+// GemmSwiGLUArgs: h[M,N] dense = silu(x Gate^T) * (x Up^T), both products rounded to DType: the bits of Gemm, Gemm, SwiGLU. X is [M,K] (LDX),
+// Gate and Up are [N,K] (LDW).
+type GemmSwiGLUArgs struct {
+	DType    DType
+	Flags    uint32
+	M, N, K  int64
+	X        Ptr
+	LDX      int64
+	Gate, Up Ptr
+	LDW      int64
+	H        Ptr
+	WS       Ptr
+	WSBytes  int64
 }
 
 // VecArgs: dst[N] = src[N] (OpCopy) or dst[N] += src[N] (OpAdd).
@@ -498,6 +541,12 @@ func (s *Stream) GatedNormBwd(a *GatedNormBwdArgs) { s.Run(OpGatedNormBwd, unsaf
 
 // Gemm runs OpGemm: see GemmArgs.
 func (s *Stream) Gemm(a *GemmArgs) { s.Run(OpGemm, unsafe.Pointer(a)) }
+
+// GemmGroup runs OpGemmGroup: see GemmGroupArgs.
+func (s *Stream) GemmGroup(a *GemmGroupArgs) { s.Run(OpGemmGroup, unsafe.Pointer(a)) }
+
+// GemmSwiGLU runs OpGemmSwiGLU: see GemmSwiGLUArgs.
+func (s *Stream) GemmSwiGLU(a *GemmSwiGLUArgs) { s.Run(OpGemmSwiGLU, unsafe.Pointer(a)) }
 
 // Copy runs OpCopy: dst = src.
 func (s *Stream) Copy(a *VecArgs) { s.Run(OpCopy, unsafe.Pointer(a)) }

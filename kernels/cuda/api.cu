@@ -172,7 +172,7 @@ static hs_status configure(const char* key, const char* value) {
   if (!strcmp(key, "gemm")) return hs_gemm_configure(value);
 #ifdef HS_EMU
   if (hs_emu_configure(key, value)) return HS_OK;
-  return hs_fail(HS_ERR_ARG, "configure %s: \"%s\", want fiber_order forward|reverse|random:SEED, poison on|off or gemm own|cublaslt", key, value);
+  return hs_fail(HS_ERR_ARG, "configure %s: \"%s\", want fiber_order forward|reverse|random:SEED, poison on|off or gemm own|mma|cublaslt", key, value);
 #else
   return hs_fail(HS_ERR_ARG, "configure: unknown key \"%s\", want gemm", key);
 #endif

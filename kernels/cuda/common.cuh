@@ -30,7 +30,8 @@ typedef __nv_bfloat16 bf16;
   X(gdn_bwd, gdn_bwd) X(convgate_step, convgate_step) X(gdn_step, gdn_step) X(attnprep, attnprep) X(attnprep_bwd, attnprep_bwd) \
   X(attn, attn) X(attn_bwd, attn_bwd) X(gate, gate) X(gate_bwd, gate_bwd) X(kv_write, kv_write) X(attn_paged, attn_paged) \
   X(slot_copy, slot_copy) X(swiglu, swiglu) X(swiglu_bwd, swiglu_bwd) X(gather, gather) X(gather_bwd, gather) X(lmhead, lmhead) \
-  X(lmhead_bwd, lmhead_bwd) X(sample, sample) X(adamw, adamw) X(sumsq, sumsq) X(lmhead_sample, lmhead_sample)
+  X(lmhead_bwd, lmhead_bwd) X(sample, sample) X(adamw, adamw) X(sumsq, sumsq) X(lmhead_sample, lmhead_sample) \
+  X(gemm_group, gemm_group) X(gemm_swiglu, gemm_swiglu)
 HS_OPS(HS_OP)
 #undef HS_OP
 
@@ -138,6 +139,7 @@ static inline bool hs_packs(int64_t cols, int64_t elem, const void* p, const voi
 
 // ---- math ----
 static __device__ __forceinline__ float sigmoid_f(float x) { return 1.0f / (1.0f + expf(-x)); }
+static __device__ __forceinline__ float swiglu_f(float gate, float up) { return gate * sigmoid_f(gate) * up; }
 
 // ---- reductions in a fixed order: every lane (thread) gets the same bits ----
 // A butterfly over the warp: lanes 16 apart, then 8, 4, 2, 1. The emulator does the five steps in one collective, with the same bits.

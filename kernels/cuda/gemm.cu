@@ -1,4 +1,5 @@
-// gemm.cu - C[M,N] = op(A) op(B) (+ C): bf16 on tensor cores (mma.sync m16n8k16, f32 accumulators), f32 on CUDA cores.
+// gemm.cu - the product ops C[M,N] = op(A) op(B) (+ C), and the forms that any device has: bf16 on tensor cores (mma.sync m16n8k16, f32
+// accumulators), f32 on CUDA cores. gemm_wgmma.cu has the one for sm_90.
 // An element is one chain over K from zero, 16 at a time (bf16: one instruction, f32: the sum of 16 products in order, which keeps the
 // rounding error near that of blocked sums); C is added last. So its bits depend on its row
 // of A, its column of B and K alone: not on M, N, transposition or the tile it falls into. The K tail is padded with zeros.
@@ -102,28 +103,43 @@ template <int TM> static hs_status gemm_f32_sized(cudaStream_t s, const hs_gemm_
 // ---- the op ----
 
 // The tile follows M and N for speed only.
-hs_status hs_gemm_own(cudaStream_t s, const hs_gemm_args* a) {
+static hs_status gemm_tiled(cudaStream_t s, const hs_gemm_args* a) {
   if (a->dtype == HS_F32) return a->M <= 16 ? gemm_f32_sized<1>(s, a) : gemm_f32_sized<4>(s, a);
   if (a->M <= 16) return gemm_mma_sized<16, 64, 1, 4>(s, a);
   if (a->M < 128 || a->N < 128) return gemm_mma_sized<64, 64, 2, 2>(s, a);
   return gemm_mma_sized<128, 128, 2, 4>(s, a);
 }
 
-static bool use_lt;
+static enum { OWN, MMA, LT } form;
 
 hs_status hs_gemm_configure(const char* value) {
   if (!strcmp(value, "cublaslt")) {
     HS_TRY(hs_gemm_lt_load());
-    use_lt = true;
+    form = LT;
     return HS_OK;
   }
-  HS_NEED(!strcmp(value, "own"), "configure gemm: \"%s\", want own or cublaslt", value);
-  use_lt = false;
+  HS_NEED(!strcmp(value, "own") || !strcmp(value, "mma"), "configure gemm: \"%s\", want own, mma or cublaslt", value);
+  form = strcmp(value, "own") ? MMA : OWN;
   return HS_OK;
 }
-const char* hs_gemm_name() { return use_lt ? "cublaslt" : "own"; }
+const char* hs_gemm_name() { return form == LT ? "cublaslt" : form == MMA ? "mma" : "own"; }
 
-extern "C" hs_status hs_op_gemm(cudaStream_t s, const hs_gemm_args* a) {
+static bool by_wgmma(const hs_gemm_group_args* a) { return form != MMA && hs_gemm_wgmma_takes(a); }
+static hs_gemm_group_args group_of_one(const hs_gemm_args* a) {
+  return {a->dtype, a->flags, a->M, a->K, 1, a->a, a->lda, {{a->N, a->b, a->ldb, a->c, a->ldc}}, 0, 0};
+}
+static hs_gemm_args one_of_group(const hs_gemm_group_args* a, int64_t i) {
+  const hs_gemm_set& x = a->set[i];
+  return {a->dtype, a->flags, a->M, x.N, a->K, a->a, a->lda, x.b, x.ldb, x.c, x.ldc, 0, 0};
+}
+
+hs_status hs_gemm_own(cudaStream_t s, const hs_gemm_args* a) {
+  const hs_gemm_group_args g = group_of_one(a);
+  return by_wgmma(&g) ? hs_gemm_wgmma(s, &g, false) : gemm_tiled(s, a);
+}
+static hs_status gemm_any(cudaStream_t s, const hs_gemm_args* a) { return form == LT ? hs_gemm_lt(s, a) : hs_gemm_own(s, a); }
+
+static hs_status gemm_check(const hs_gemm_args* a) {
   HS_NEED(a->M > 0 && a->N > 0 && a->K > 0, "M %lld, N %lld, K %lld: need all > 0", (long long)a->M, (long long)a->N, (long long)a->K);
   const int64_t ca = a->flags & HS_TRANS_A ? a->M : a->K, cb = a->flags & HS_TRANS_B ? a->K : a->N;
   HS_NEED(a->lda >= ca, "lda %lld < %lld columns of A", (long long)a->lda, (long long)ca);
@@ -131,5 +147,47 @@ extern "C" hs_status hs_op_gemm(cudaStream_t s, const hs_gemm_args* a) {
   HS_NEED(a->ldc >= a->N, "ldc %lld < %lld columns of C", (long long)a->ldc, (long long)a->N);
   HS_NEED_PTR(a); HS_NEED_PTR(b); HS_NEED_PTR(c);
   if (a->dtype != HS_F32 && a->dtype != HS_BF16) return hs_fail(HS_ERR_DTYPE, "dtype %d: the cuda table stores f32 (0) or bf16 (2)", (int)a->dtype);
-  return use_lt ? hs_gemm_lt(s, a) : hs_gemm_own(s, a);
+  return HS_OK;
+}
+
+extern "C" hs_status hs_op_gemm(cudaStream_t s, const hs_gemm_args* a) {
+  HS_TRY(gemm_check(a));
+  return gemm_any(s, a);
+}
+
+// ---- products that share A: one launch by wgmma when it takes them all, else one after the other. A single set decides for itself whether it
+// is multiplied by wgmma, so a set that is not aligned changes the launches, never the bits of the others. ----
+
+extern "C" hs_status hs_op_gemm_group(cudaStream_t s, const hs_gemm_group_args* a) {
+  HS_NEED(a->n >= 1 && a->n <= HS_GEMM_SETS, "n %lld, want 1..%d", (long long)a->n, HS_GEMM_SETS);
+  for (int64_t i = 0; i < a->n; i++) {
+    const hs_gemm_args one = one_of_group(a, i);
+    HS_TRY(gemm_check(&one));
+  }
+  if (form != LT && by_wgmma(a)) return hs_gemm_wgmma(s, a, false);
+  for (int64_t i = 0; i < a->n; i++) {
+    const hs_gemm_args one = one_of_group(a, i);
+    HS_TRY(gemm_any(s, &one));
+  }
+  return HS_OK;
+}
+
+static hs_gemm_group_args swiglu_group(const hs_gemm_swiglu_args* a) {
+  return {a->dtype, HS_TRANS_B, a->M, a->K, 2, a->x, a->ldx, {{a->N, a->gate, a->ldw, a->h, a->N}, {a->N, a->up, a->ldw, a->ws, a->N}}, 0, 0};
+}
+extern "C" int64_t hs_ws_gemm_swiglu(const hs_gemm_swiglu_args* a) {
+  const hs_gemm_group_args g = swiglu_group(a);
+  return a->M <= 0 || a->N <= 0 || (form != LT && by_wgmma(&g)) ? 0 : hs_align(a->M * a->N * hs_sizeof(a->dtype));
+}
+extern "C" hs_status hs_op_gemm_swiglu(cudaStream_t s, const hs_gemm_swiglu_args* a) {
+  HS_NEED(a->x && a->gate && a->up && a->h, "x, gate, up and h are required");
+  HS_NEED_WS(hs_ws_gemm_swiglu(a));
+  const hs_gemm_group_args g = swiglu_group(a);
+  hs_gemm_args gate = one_of_group(&g, 0), up = one_of_group(&g, 1);
+  HS_TRY(gemm_check(&gate));
+  if (form != LT && by_wgmma(&g)) return hs_gemm_wgmma(s, &g, true);
+  HS_TRY(gemm_any(s, &gate));
+  HS_TRY(gemm_any(s, &up));
+  const hs_swiglu_args act = {a->dtype, 0, a->M * a->N, a->h, a->ws, a->h};
+  return hs_op_swiglu(s, &act);
 }

@@ -1,5 +1,6 @@
 // hopper.cuh - what sm_90 adds and the products use: mbarriers, tensor copies by TMA, warpgroup products (wgmma). Raw asm, like common.cuh.
-// Sections are those of the PTX ISA 8.7. A kernel's body stands inside #if HS_HOPPER: other architectures get an empty one.
+// Sections are those of the PTX ISA 8.7. Device code that uses it stands inside #if HS_HOPPER; the kernel for other
+// architectures has an empty body and is never launched.
 //
 // Tiles lie in shared memory as TMA writes them with 128-byte swizzle: lines of 64 bf16 (128 bytes), 8 lines to a pattern of 1024 bytes that
 // starts at a multiple of 1024; the 16-byte piece c of line r lies at piece c ^ (r % 8). wgmma undoes it (9.7.15.5.1.2).
@@ -18,7 +19,7 @@ static inline unsigned hs_smem(const void* p) { return hs_emu_smem(p); }
 #else
 #include <cuda.h>
 typedef CUtensorMap hs_tma;
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define HS_HOPPER 1
 #else
 #define HS_HOPPER 0

@@ -36,7 +36,7 @@ template <class T, int N> __global__ void swiglu_kernel(int64_t n, const T* gate
   if (i >= n) return;
   const pack<T, N> g = load_pack<T, N>(gate + i), u = load_pack<T, N>(up + i);
   pack<T, N> y;
-  for (int j = 0; j < N; j++) y.v[j] = from_f<T>(to_f(g.v[j]) * sigmoid_f(to_f(g.v[j])) * to_f(u.v[j]));
+  for (int j = 0; j < N; j++) y.v[j] = from_f<T>(swiglu_f(to_f(g.v[j]), to_f(u.v[j])));
   store_pack<T, N>(h + i, y);
 }
 extern "C" hs_status hs_op_swiglu(cudaStream_t s, const hs_swiglu_args* a) {
