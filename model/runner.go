@@ -120,7 +120,7 @@ type activations struct {
 	p, z, b, a, q, k, v, beta, g, o kernels.Ptr
 	y                               kernels.Ptr
 	qg, kin, aq, ak, av, ao         kernels.Ptr
-	gate, up                        kernels.Ptr
+	mlp                             kernels.Ptr
 }
 
 // piece is a run of rows of one sequence within one pass.
@@ -193,7 +193,7 @@ func (a *activations) fields(c *Config, dt kernels.DType, maxRows int) []field {
 	qk, vd, nv, ch := int64(c.KeyDim()), int64(c.ValueDim()), int64(c.LinValueHeads), int64(c.ConvChannels())
 	aq, akv := int64(c.NumHeads*c.HeadDim), int64(c.NumKVHeads*c.HeadDim)
 	fs := []field{
-		{&a.x, d}, {&a.n, d}, {&a.xs, d}, {&a.ns, d}, {&a.gate, i}, {&a.up, i},
+		{&a.x, d}, {&a.n, d}, {&a.xs, d}, {&a.ns, d}, {&a.mlp, i},
 		{&a.p, ch}, {&a.z, vd}, {&a.b, nv}, {&a.a, nv}, {&a.q, qk}, {&a.k, qk}, {&a.v, vd}, {&a.beta, nv}, {&a.g, nv}, {&a.o, vd},
 		{&a.y, max(vd, aq)}, {&a.qg, 2 * aq}, {&a.kin, akv}, {&a.aq, aq}, {&a.ak, akv}, {&a.av, akv}, {&a.ao, aq},
 	}

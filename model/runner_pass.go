@@ -75,9 +75,10 @@ func passWorkspace(dev *kernels.Device, c *Config, dt kernels.DType, x *passInde
 		}
 	}
 	d, i, vd, aq := int64(c.Hidden), int64(c.Intermediate), int64(c.ValueDim()), nh*hd
-	for _, n := range []int64{int64(c.ConvChannels()), vd, nv, 2 * aq, nkv * hd, i} {
+	for _, n := range []int64{int64(c.ConvChannels()), vd, nv, 2 * aq, nkv * hd} {
 		gemm(x.rows, d, n, 0)
 	}
+	need(kernels.OpGemmSwiGLU, unsafe.Pointer(&kernels.GemmSwiGLUArgs{DType: dt, M: x.rows, N: i, K: d, LDX: d, LDW: d}))
 	for _, k := range []int64{vd, aq, i} {
 		gemm(x.rows, k, d, kernels.Beta1)
 	}
@@ -112,6 +113,25 @@ func (r *Runner) linear(y, x, w kernels.Ptr, m int64, k, n int, flags uint32) {
 	r.st.Gemm(&g)
 }
 
+// projection is y[m, n] = x W[n, k]^T, one of several products with the same x.
+type projection struct {
+	y, w kernels.Ptr
+	n    int
+}
+
+// linears computes up to kernels.GemmSets projections of x[m, k] in one op.
+func (r *Runner) linears(x kernels.Ptr, m int64, k int, outs ...projection) {
+	if m == 0 {
+		return
+	}
+	g := kernels.GemmGroupArgs{DType: r.dt, Flags: kernels.TransB, M: m, K: int64(k), N: int64(len(outs)), A: x, LDA: int64(k)}
+	for i, o := range outs {
+		g.Set[i] = kernels.GemmSet{N: int64(o.n), B: o.w, LDB: int64(k), C: o.y, LDC: int64(o.n)}
+	}
+	g.WS, g.WSBytes = r.scratch()
+	r.st.GemmGroup(&g)
+}
+
 func (r *Runner) norm(y, x, w kernels.Ptr, rows int64) {
 	r.st.RMSNorm(&kernels.RMSNormArgs{DType: r.dt, T: rows, D: int64(r.m.Config.Hidden), Eps: r.m.Config.RMSEps, X: x, W: w, Y: y})
 }
@@ -131,9 +151,11 @@ func (r *Runner) deltaNet(layer int, x *passIndex, last bool) {
 	nk, dk, nv, dv := int64(c.LinKeyHeads), int64(c.LinKeyDim), int64(c.LinValueHeads), int64(c.LinValueDim)
 	ch, vd, qk, d := c.ConvChannels(), c.LinValueHeads*c.LinValueDim, c.LinKeyHeads*c.LinKeyDim, c.Hidden
 	r.norm(a.n, a.x, w.norm1, x.rows)
-	r.linear(a.p, a.n, w.qkv, x.rows, d, ch, 0)
-	r.linear(a.b, a.n, w.b, x.rows, d, c.LinValueHeads, 0)
-	r.linear(a.a, a.n, w.a, x.rows, d, c.LinValueHeads, 0)
+	in := []projection{{a.p, w.qkv, ch}, {a.b, w.b, c.LinValueHeads}, {a.a, w.a, c.LinValueHeads}}
+	if !last {
+		in = append(in, projection{a.z, w.z, vd})
+	}
+	r.linears(a.n, x.rows, d, in...)
 	if n := x.decode; n > 0 {
 		st.ConvGateStep(&kernels.ConvGateStepArgs{DType: r.dt, B: n, NK: nk, DK: dk, NV: nv, DV: dv, Eps: l2Eps, Slot: x.seq, P: a.p, A: a.a, B_: a.b,
 			W: w.conv, ALog: w.aLog, DTBias: w.dtBias, Q: a.q, K: a.k, V: a.v, Beta: a.beta, G: a.g, ConvState: l.conv})
@@ -153,18 +175,18 @@ func (r *Runner) deltaNet(layer int, x *passIndex, last bool) {
 		gd.WS, gd.WSBytes = r.scratch()
 		st.GDN(&gd)
 	}
-	rows, n, o, h := x.rows, a.n, a.o, a.x
+	rows, o, h := x.rows, a.o, a.x
 	if last {
 		if x.sampled == 0 {
 			return
 		}
-		rows, n, h = x.sampled, a.ns, a.xs
-		r.pick(n, a.n, d, x)
+		rows, h = x.sampled, a.xs
+		r.pick(a.ns, a.n, d, x)
 		r.pick(h, a.x, d, x)
 		r.pick(a.v, a.o, vd, x) // v is spent
 		o = a.v
+		r.linear(a.z, a.ns, w.z, rows, d, vd, 0)
 	}
-	r.linear(a.z, n, w.z, rows, d, vd, 0)
 	st.GatedNorm(&kernels.GatedNormArgs{DType: r.dt, T: rows, NV: nv, DV: dv, Eps: c.RMSEps, O: o, Z: a.z, W: w.gnorm, Y: a.y})
 	r.linear(h, a.y, w.out, rows, vd, d, kernels.Beta1)
 }
@@ -186,11 +208,13 @@ func (r *Runner) attention(layer int, x *passIndex, last bool) {
 		st.AttnPrep(&p)
 	}
 	r.norm(a.n, a.x, w.norm1, x.rows)
-	r.linear(a.kin, a.n, w.k, x.rows, d, akv, 0)
-	r.linear(a.av, a.n, w.v, x.rows, d, akv, 0)
+	in := []projection{{a.kin, w.k, akv}, {a.av, w.v, akv}}
+	if !last {
+		in = append(in, projection{a.qg, w.q, 2 * aq})
+	}
+	r.linears(a.n, x.rows, d, in...)
 	rows, h, seq, pos := x.rows, a.x, x.seq, x.pos
 	if !last {
-		r.linear(a.qg, a.n, w.q, rows, d, 2*aq, 0)
 		prep(rows, pos, nh, nkv)
 	} else {
 		rows, h, seq, pos = x.sampled, a.xs, x.selSeq, x.selPos
@@ -219,10 +243,11 @@ func (r *Runner) attention(layer int, x *passIndex, last bool) {
 func (r *Runner) mlp(w *layerWeights, rows int64, h kernels.Ptr) {
 	a, c := &r.a, r.m.Config
 	r.norm(a.n, h, w.norm2, rows)
-	r.linear(a.gate, a.n, w.gate, rows, c.Hidden, c.Intermediate, 0)
-	r.linear(a.up, a.n, w.up, rows, c.Hidden, c.Intermediate, 0)
-	r.st.SwiGLU(&kernels.SwiGLUArgs{DType: r.dt, N: rows * int64(c.Intermediate), Gate: a.gate, Up: a.up, H: a.gate})
-	r.linear(h, a.gate, w.down, rows, c.Intermediate, c.Hidden, kernels.Beta1)
+	g := kernels.GemmSwiGLUArgs{DType: r.dt, M: rows, N: int64(c.Intermediate), K: int64(c.Hidden), X: a.n, LDX: int64(c.Hidden),
+		Gate: w.gate, Up: w.up, LDW: int64(c.Hidden), H: a.mlp}
+	g.WS, g.WSBytes = r.scratch()
+	r.st.GemmSwiGLU(&g)
+	r.linear(h, a.mlp, w.down, rows, c.Intermediate, c.Hidden, kernels.Beta1)
 }
 
 // draw runs the head on the rows that sample, whose states are h, and draws their tokens.
