@@ -7,8 +7,9 @@
 // entries of `states`) and the ancestors' rows since, whose d it computes again with the same bits. A root with a slot reads those rows' k, d and
 // g from the slot's ring and leaves the rows after its last flush there.
 // States inside a chunk, which the backward wants at 64-row chunks of such segments, are a flush of the rows so far into memory, tile by tile.
-// H200: 210 MMAs of work a row block and warp, 6.6 M multiply-adds a row and layer of 32 heads of 128x128 (twice gpu.md 7.2, for hi + lo): 0.2 ms per
-// 16k rows at 500 TFLOP/s of mma.sync, floor 0.24 ms by gpu.md 6.4. Expected 2x of that with 8 segments or more. Unmeasured.
+// Shapes: those of hs_gdn_ring; dk = dv = 128 has kernels of its own, 128 registers and 41 KB of shared memory, two blocks a multiprocessor.
+// H200: about 100 MMAs a chunk and warp, 6.6 MFLOP a row and layer of 32 heads of 128x128 (gpu.md 7.2 counts 3.7, without hi + lo): 0.21 ms per 16k
+// rows at 500 TFLOP/s of mma.sync; floor 0.24 ms (gpu.md 6.4), expected 2x of it with 8 segments or more. Unmeasured.
 #include "ring.cuh"
 
 struct chunk_shape { int nk, nv, dv; int64_t head_bytes; };
@@ -80,14 +81,14 @@ template <int KS> static __device__ __forceinline__ void decayed_products(float*
 static __device__ __forceinline__ void substitute(float (&u)[2][4], float (&y)[2][4], const float (&beta)[2], const float* kk, const float* qk, int first, int rows) {
   const int lane = threadIdx.x & 31, g = lane >> 2;
 #pragma unroll
-  for (int j2 = 0; j2 < ring_rows; j2 += 4) {
-    if (j2 >= rows) break;
+  for (int j4 = 0; j4 < ring_rows; j4 += 4) {
+    if (j4 >= rows) break;
     pack<float, 4> a[2], b[2];
 #pragma unroll
-    for (int h = j2 / 8; h < 2; h++) a[h] = load_pack<float, 4>(kk + (g + 8 * h) * ring_ld + j2), b[h] = load_pack<float, 4>(qk + (g + 8 * h) * ring_ld + j2);
+    for (int h = j4 / 8; h < 2; h++) a[h] = load_pack<float, 4>(kk + (g + 8 * h) * ring_ld + j4), b[h] = load_pack<float, 4>(qk + (g + 8 * h) * ring_ld + j4);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const int j = j2 + e, own = j / 8;
+      const int j = j4 + e, own = j / 8;
       float2 d[2];
 #pragma unroll
       for (int n = 0; n < 2; n++)

@@ -4,8 +4,9 @@
 // k-steps ahead: a lane's four columns become the same column of four MMA tiles, so that what it loaded is its B operand. MMA rows 0..7 all hold
 // k, rows 8..15 all q; the ring's k and d come through shared memory meanwhile. Then a lane has one column: substitution over the ring, o, and d
 // into the ring. The row at position 15 of 16 also flushes: S is read again (from L2), advanced and written.
-// H200: 66 KB of S and 6.2 KB of ring a head on average, and a 16th of S written: floor 33 / 133 us a layer of 32 heads of 128x128 at batch
-// 64 / 256 for S alone, 39 / 155 us with ring and flush. Expected 1.2x of that. Unmeasured.
+// H200: a head moves 66 KB of S, 6.6 KB of ring on average, and at every 16th position S once more. Floor 33 / 133 us a layer of 32 heads of 128x128
+// at batch 64 / 256 for reading S, 37 / 147 us with the rest; 80 KB in flight a multiprocessor (five blocks of two 8 KB k-steps). Expected 1.2x of
+// that. Unmeasured.
 #include "ring.cuh"
 
 struct step_shape { int nk, nv, dv; int64_t head_bytes; };

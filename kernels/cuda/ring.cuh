@@ -5,7 +5,8 @@
 //     o_i  = D(i,-1) p + sum_(j<=i) D(i,j) (k_j.q_i) d_j
 // and after row 15 S <- D(15,-1) S + sum_j k_j (D(15,j) d_j)^T, by mma_bf16 with the scaled d as hi + lo. A row of an MMA is computed alike
 // wherever it stands and whatever the others hold, and later rows never enter, so the bits of a row are a function of its sequence alone.
-// The sums of g run from i down, without the cancellation that differences of cumulative sums have. Error of hi + lo: 2^-17 of a product.
+// The sums of g run from i down, without the cancellation that differences of cumulative sums have. hi + lo loses at most
+// 2^-18 of an element; measured on the emulator, states of 272 rows are 1e-6 to 4e-6 from float64, with no growth (float32 row by row: 5e-8 to 2e-6).
 #ifndef HS_RING_CUH
 #define HS_RING_CUH
 #include "delta.cuh"
