@@ -8,6 +8,7 @@ import (
 
 	"harness-s/env"
 	"harness-s/env/harness"
+	"harness-s/kernels"
 	"harness-s/model"
 	"harness-s/model/chat"
 )
@@ -29,6 +30,39 @@ type Sampler interface {
 	FreePages() int
 	PagesFor(tokens int) int
 	Step(ctx context.Context, work []model.Work) ([]model.Sampled, error)
+}
+
+// AheadSampler is a Sampler whose device computes by itself: a step can be
+// submitted before the one before has been waited for, with Work.FromLast for
+// tokens that nobody has seen yet. At most two steps are under way.
+type AheadSampler interface {
+	Sampler
+	Submit(work []model.Work) (Pending, error)
+}
+
+// Pending is a submitted step; Wait returns what Step would.
+type Pending interface {
+	Wait() ([]model.Sampled, error)
+}
+
+// aheadRunner is a Runner as an AheadSampler.
+type aheadRunner struct{ *model.Runner }
+
+func (r aheadRunner) Submit(work []model.Work) (Pending, error) {
+	p, err := r.Runner.Submit(work)
+	if err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// SamplerOf is the Sampler of a runner on a device: one step ahead where the
+// device has graphs, which are for those that compute by themselves.
+func SamplerOf(r *model.Runner, dev *kernels.Device) Sampler {
+	if dev.CanCapture() {
+		return aheadRunner{r}
+	}
+	return r
 }
 
 // Learner is what an update needs of an executor; *model.Exec is one.
@@ -155,7 +189,7 @@ func (d *Deps) build(cfg Config, m *model.Model, o AssembleOptions) error {
 	if err != nil {
 		return errors.Join(fmt.Errorf("assemble trainer: make runner: %w", err), d.Close())
 	}
-	d.Sampler = r
+	d.Sampler = SamplerOf(r, m.Dev)
 	d.closers = append(d.closers, func() error { r.Close(); return nil })
 	if !o.Train {
 		return nil

@@ -160,6 +160,85 @@ func (r *fakeRunner) Step(_ context.Context, work []model.Work) ([]model.Sampled
 	return out, nil
 }
 
+// aheadFake is a fakeRunner that takes steps ahead: what a step drew is shown only
+// by Wait, and steps are waited for in their order.
+type aheadFake struct {
+	*fakeRunner
+	drawn    map[model.SeqID]int32 // tokens of the step submitted last
+	pending  []*fakePending
+	most     int                  // steps under way at once
+	fromLast int                  // works
+	late     func(step int) error // failures that Wait shows
+}
+
+type fakePending struct {
+	r    *aheadFake
+	out  []model.Sampled
+	step int
+}
+
+func (r *aheadFake) Step(context.Context, []model.Work) ([]model.Sampled, error) {
+	return nil, errors.New("a step one by one")
+}
+
+func (r *aheadFake) Submit(work []model.Work) (Pending, error) {
+	if len(r.pending) == 2 {
+		return nil, errors.New("three steps under way")
+	}
+	own := make([]model.Work, len(work))
+	for i, w := range work {
+		if w.FromLast {
+			id, ok := r.drawn[w.Seq]
+			if !ok || len(w.Append) > 0 {
+				return nil, fmt.Errorf("work %d: sequence %d drew nothing in the step before, or %d tokens beside it", i, w.Seq, len(w.Append))
+			}
+			w.Append, w.FromLast = []int32{id}, false
+			r.fromLast++
+		}
+		own[i] = w
+	}
+	out, err := r.fakeRunner.Step(context.Background(), own)
+	if err != nil {
+		return nil, err
+	}
+	r.drawn = map[model.SeqID]int32{}
+	for i, w := range own {
+		if w.Sample {
+			r.drawn[w.Seq] = out[i].Token
+		}
+	}
+	p := &fakePending{r, out, r.steps}
+	r.pending = append(r.pending, p)
+	r.most = max(r.most, len(r.pending))
+	return p, nil
+}
+
+func (p *fakePending) Wait() ([]model.Sampled, error) {
+	if p.r.pending[0] != p {
+		return nil, errors.New("waited for a step before the one before it")
+	}
+	p.r.pending = p.r.pending[1:]
+	if p.r.late != nil {
+		if err := p.r.late(p.step); err != nil {
+			return nil, err
+		}
+	}
+	return p.out, nil
+}
+
+func (r *aheadFake) Release(id model.SeqID) error {
+	delete(r.drawn, id)
+	return r.fakeRunner.Release(id)
+}
+
+// Reset changes the weights in effect: nothing may be under way.
+func (r *aheadFake) Reset() error {
+	if len(r.pending) > 0 {
+		return fmt.Errorf("reset with %d steps under way", len(r.pending))
+	}
+	return r.fakeRunner.Reset()
+}
+
 // fakeLogProb is the log-prob of a token in sampler and learner alike.
 func fakeLogProb(id int32) float32 { return -1 - 0.001*float32(id) }
 

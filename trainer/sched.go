@@ -1,6 +1,7 @@
 package trainer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -72,6 +73,11 @@ type SchedStats struct {
 // alone, a sequence's pieces are recorded, and a preempted sequence is rebuilt
 // from exactly the same pieces; random numbers are keyed by the request.
 //
+// With an AheadSampler the scheduler is one step behind the device: it submits
+// a step before it has the tokens of the one before, with FromLast for every
+// session whose token may go on. If that token ends the turn, it has been fed
+// already and what the step drew behind it is dropped.
+//
 // Run must be called once; it owns the runner until its context ends.
 type Scheduler struct {
 	r  Sampler
@@ -81,8 +87,11 @@ type Scheduler struct {
 	beats atomic.Int64
 
 	// Owned by Run.
-	active   []*Session // with a pending request, in submission order
+	active   []*Session // with a pending request, by kind and age
 	idle     []*Session // keep a sequence but ask for nothing
+	flight   *flight    // submitted and not waited for
+	spare    *flight    // its memory is used again
+	plans    uint64     // plans made
 	prefixes []*prefix
 	seq      uint64
 	total    int // pages of the empty runner
@@ -114,8 +123,12 @@ type Session struct {
 	// Owned by Run.
 	ids     []int32 // whole context, sampled tokens included
 	pieces  []int32 // lengths of the pieces that made the context, for an exact rebuild
+	covered int     // ids in pieces
 	next    int     // piece to feed next
-	fed     int     // ids in the runner
+	fed     int     // ids in the runner, as of the last step submitted
+	coming  bool    // a step under way draws the next token
+	turn    int     // turns begun and ended; rows of another one are dropped
+	plan    uint64  // the last plan that t is part of
 	id      model.SeqID
 	held    bool // id is valid
 	rebuild bool // do not look for a shared prompt: it was used, or the context is not a first prompt
@@ -144,7 +157,8 @@ type prefix struct {
 	fed    int
 	id     model.SeqID
 	held   bool
-	left   int // forks still expected
+	left   int    // forks still expected
+	plan   uint64 // the last plan that it is part of
 }
 
 func (p *prefix) ready() bool { return p.held && p.next == len(p.pieces) }
@@ -218,6 +232,10 @@ func (s *Scheduler) Exclusive(ctx context.Context, f func() error) error {
 			return
 		}
 		s.prefixes = nil
+		if err := s.drain(); err != nil {
+			res <- err
+			return
+		}
 		if err := s.r.Reset(); err != nil {
 			res <- err
 			return
@@ -246,6 +264,9 @@ func (s *Scheduler) Stats(ctx context.Context) (SchedStats, error) {
 // Without work it blocks.
 func (s *Scheduler) Run(ctx context.Context) error {
 	defer func() {
+		if s.flight != nil { // the runner may get another scheduler
+			_, _ = s.flight.pending.Wait()
+		}
 		close(s.done)
 		for _, t := range s.active {
 			t.reply <- reply{c: harness.Completion{Finish: harness.Aborted}, err: s.failure()}
@@ -254,6 +275,10 @@ func (s *Scheduler) Run(ctx context.Context) error {
 	}()
 	for {
 		if len(s.active) == 0 {
+			if err := s.drain(); err != nil {
+				s.err = &EngineError{Err: err}
+				return s.err
+			}
 			start := time.Now()
 			select {
 			case f := <-s.in:
@@ -294,19 +319,22 @@ func (s *Scheduler) submit(t *Session, req harness.Request) {
 		return
 	}
 	if req.Restart {
-		s.release(t)
-		t.ids, t.pieces, t.next, t.rebuild = nil, nil, 0, true
+		s.forget(t)
 	}
 	first := len(t.ids) == 0
 	// A first prompt is fed without its last token, then that token alone: the
 	// same pieces whether or not the prompt is shared.
-	feed := len(t.ids) - t.planned() + len(req.Append)
-	if first && feed > 1 {
+	feed := len(t.ids) - t.covered + len(req.Append)
+	switch {
+	case first && feed > 1:
 		t.pieces = appendChunks(t.pieces, feed-1, s.o.ChunkRows)
 		t.pieces = append(t.pieces, 1)
-	} else {
+	case feed == 0: // the last token has been fed already, and drew another turn's
+		s.release(t)
+	default:
 		t.pieces = appendChunks(t.pieces, feed, s.o.ChunkRows)
 	}
+	t.covered += feed
 	t.ids = append(t.ids, req.Append...)
 	t.req, t.key, t.out = req, KeyOf(req.Key), harness.Completion{}
 	t.maxNew, t.limit = req.MaxNew, harness.Length
@@ -326,16 +354,13 @@ func (s *Scheduler) submit(t *Session, req harness.Request) {
 		s.seq++
 		t.order = s.seq
 	}
-	s.active = append(s.active, t)
+	i, _ := slices.BinarySearchFunc(s.active, t, byUrgency)
+	s.active = slices.Insert(s.active, i, t)
 }
 
-// planned is the number of ids covered by pieces.
-func (t *Session) planned() int {
-	n := 0
-	for _, p := range t.pieces {
-		n += int(p)
-	}
-	return n
+// byUrgency orders active sessions.
+func byUrgency(a, b *Session) int {
+	return cmp.Or(cmp.Compare(a.kind, b.kind), cmp.Compare(a.order, b.order))
 }
 
 func appendChunks(dst []int32, n, chunk int) []int32 {
@@ -350,9 +375,16 @@ func appendChunks(dst []int32, n, chunk int) []int32 {
 
 // drop forgets a session's request and sequence.
 func (s *Scheduler) drop(t *Session) {
-	s.release(t)
 	s.active, s.idle = remove(s.active, t), remove(s.idle, t)
-	t.ids, t.pieces, t.next, t.rebuild = nil, nil, 0, true
+	s.forget(t)
+	t.turn++
+	t.coming = false
+}
+
+// forget empties a session's context.
+func (s *Scheduler) forget(t *Session) {
+	s.release(t)
+	t.ids, t.pieces, t.covered, t.rebuild = nil, nil, 0, true
 }
 
 func remove(list []*Session, t *Session) []*Session {

@@ -1,7 +1,6 @@
 package trainer
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -13,107 +12,206 @@ import (
 	"harness-s/model"
 )
 
-// plan is one step under construction.
-type plan struct {
-	work  []model.Work
-	owner []any // *Session or *prefix, parallel to work
-	rows  int   // rows of prefill
-	pages int   // pages still free
-	order []*Session
+// flight is a step from its plan to its results.
+type flight struct {
+	work    []model.Work
+	rows    []row   // parallel to work
+	prefill int     // rows of prefill
+	pages   int     // still free
+	plan    uint64  // its number
+	pending Pending // once submitted to an AheadSampler
 }
 
-func (p *plan) has(o any) bool { return slices.Contains(p.owner, o) }
+// row is who asked for a work: a session's turn, or nobody for a shared prompt.
+type row struct {
+	t    *Session
+	turn int
+}
 
-// step builds one batch, runs it and hands the results on.
+// step plans the next step and starts it, and hands on what is ready: its own
+// results, or with an AheadSampler those of the step before.
 func (s *Scheduler) step(ctx context.Context) error {
-	p := &plan{pages: s.r.FreePages(), order: slices.Clone(s.active)}
-	slices.SortFunc(p.order, func(a, b *Session) int {
-		return cmp.Or(cmp.Compare(a.kind, b.kind), cmp.Compare(a.order, b.order))
-	})
-	for _, decode := range []bool{true, false} {
-		for _, t := range p.order {
-			if p.has(t) || decode != (t.held && t.pieces[t.next] == 1) || !decode && p.rows >= s.o.StepRows {
-				continue
-			}
-			if err := s.addSession(p, t); err != nil {
-				return err
-			}
-		}
+	f := s.newFlight()
+	if err := s.fillFlight(f); err != nil {
+		return err
 	}
-	if len(p.work) == 0 {
-		return fmt.Errorf("schedule: %d requests and none can run with %d of %d pages free", len(s.active), p.pages, s.total)
+	if len(f.work) == 0 {
+		if s.flight != nil { // what it draws is what the others wait for
+			return s.drain()
+		}
+		return fmt.Errorf("schedule: %d requests and none can run with %d of %d pages free", len(s.active), f.pages, s.total)
 	}
 	start := time.Now()
-	res, err := s.r.Step(ctx, p.work)
+	ahead, ok := s.r.(AheadSampler)
+	if !ok {
+		res, err := s.r.Step(ctx, f.work)
+		if err != nil {
+			return err
+		}
+		s.stats.Busy += time.Since(start)
+		s.book()
+		return s.deliver(f, res)
+	}
+	pending, err := ahead.Submit(f.work)
 	if err != nil {
 		return err
 	}
 	s.stats.Busy += time.Since(start)
-	if len(res) != len(p.work) {
-		return fmt.Errorf("schedule: runner answered %d of %d rows", len(res), len(p.work))
+	f.pending = pending
+	s.book()
+	before := s.flight
+	if s.flight = f; before == nil {
+		return s.fault
 	}
-	s.beats.Add(1)
+	return s.land(before)
+}
+
+// newFlight is an empty plan.
+func (s *Scheduler) newFlight() *flight {
+	f := s.spare
+	if s.spare = nil; f == nil {
+		f = &flight{}
+	}
+	s.plans++
+	*f = flight{work: f.work[:0], rows: f.rows[:0], pages: s.r.FreePages(), plan: s.plans}
+	return f
+}
+
+// fillFlight adds what every session asks for next, decode rows first.
+func (s *Scheduler) fillFlight(f *flight) error {
+	for _, decode := range []bool{true, false} {
+		for _, t := range s.active {
+			switch {
+			case t.plan == f.plan:
+			case t.coming:
+				if decode {
+					s.addNext(f, t)
+				}
+			case decode != (t.held && t.pieces[t.next] == 1) || !decode && f.prefill >= s.o.StepRows:
+			default:
+				if err := s.addSession(f, t); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// book counts the step just started.
+func (s *Scheduler) book() {
 	s.stats.Steps++
 	s.stats.MaxLive = max(s.stats.MaxLive, len(s.active)+len(s.idle))
 	s.stats.PagesUsed, s.stats.Pages = max(s.stats.PagesUsed, s.total-s.r.FreePages()), s.total
-	for i, o := range p.owner {
-		switch o := o.(type) {
-		case *prefix:
-			o.fed += len(p.work[i].Append)
-			o.next++
-			s.stats.PrefillTokens += len(p.work[i].Append)
-		case *Session:
-			if err := s.advance(o, p.work[i], res[i]); err != nil {
+}
+
+// land waits for a submitted step and hands its results on.
+func (s *Scheduler) land(f *flight) error {
+	start := time.Now()
+	res, err := f.pending.Wait()
+	if err != nil {
+		return err
+	}
+	s.stats.Busy += time.Since(start)
+	return s.deliver(f, res)
+}
+
+// drain leaves no step under way.
+func (s *Scheduler) drain() error {
+	f := s.flight
+	if s.flight = nil; f == nil {
+		return nil
+	}
+	return s.land(f)
+}
+
+// deliver hands the results of a step on.
+func (s *Scheduler) deliver(f *flight, res []model.Sampled) error {
+	if len(res) != len(f.work) {
+		return fmt.Errorf("schedule: runner answered %d of %d rows", len(res), len(f.work))
+	}
+	s.beats.Add(1)
+	for i := range f.work {
+		w, o := &f.work[i], f.rows[i]
+		switch {
+		case !w.Sample:
+			s.stats.PrefillTokens += w.Rows()
+		case o.turn == o.t.turn:
+			if err := s.advance(o.t, w, res[i]); err != nil {
 				return err
 			}
 		}
 	}
+	s.spare = f
 	return s.fault
 }
 
 // addSession adds t's next piece to the plan, or what t waits for. A sequence
 // that lacks pages takes them from whoever is less urgent; one that has not begun
 // waits, unless nothing else runs.
-func (s *Scheduler) addSession(p *plan, t *Session) error {
+func (s *Scheduler) addSession(f *flight, t *Session) error {
 	if !t.held {
-		ok, err := s.begin(p, t)
+		ok, err := s.begin(f, t)
 		if err != nil || !ok {
 			return err
 		}
 	}
 	n := int(t.pieces[t.next])
 	need := s.r.PagesFor(t.fed+n) - s.r.PagesFor(t.fed)
-	if !s.makeRoom(p, need, t, true) {
+	if !s.makeRoom(f, need, t, true) {
 		return nil
 	}
-	p.pages -= need
+	f.pages -= need
 	w := model.Work{Seq: t.id, Append: t.ids[t.fed : t.fed+n]}
 	if t.fed+n == len(t.ids) {
 		w.Sample, w.Sampling, w.Key, w.Ctr = true, t.sampling, t.key, uint64(len(t.out.Tokens))
 	}
 	if n > 1 {
-		p.rows += n
+		f.prefill += n
 	}
-	p.work, p.owner = append(p.work, w), append(p.owner, t)
+	s.add(f, t, w)
 	return nil
+}
+
+// addNext adds the row behind the token that is being drawn for t, unless that
+// is the turn's last in any case. It takes pages from nobody: the token may be
+// the last.
+func (s *Scheduler) addNext(f *flight, t *Session) {
+	n := len(t.out.Tokens) + 1
+	need := s.r.PagesFor(t.fed+1) - s.r.PagesFor(t.fed)
+	if !t.held || n >= t.maxNew || !s.makeRoom(f, need, t, false) {
+		return
+	}
+	f.pages -= need
+	t.pieces = append(t.pieces, 1)
+	t.covered++
+	s.add(f, t, model.Work{Seq: t.id, FromLast: true, Sample: true, Sampling: t.sampling, Key: t.key, Ctr: uint64(n)})
+}
+
+// add puts a work of t into the plan.
+func (s *Scheduler) add(f *flight, t *Session, w model.Work) {
+	f.work, f.rows = append(f.work, w), append(f.rows, row{t, t.turn})
+	t.plan, t.coming = f.plan, w.Sample
+	t.fed += w.Rows()
+	t.next++
 }
 
 // begin gives t a sequence: a fork of its group's prompt when that is ready, or
 // an empty one. It reports false when t has to wait.
-func (s *Scheduler) begin(p *plan, t *Session) (bool, error) {
-	force := len(p.work) == 0
+func (s *Scheduler) begin(f *flight, t *Session) (bool, error) {
+	force := s.alone(f)
 	if t.share > 1 && !t.rebuild && len(t.ids) > 1 {
 		pre := s.prefixOf(t)
-		if !pre.ready() {
-			return false, s.addPrefix(p, pre, t)
+		if !pre.ready() || pre.plan == f.plan {
+			return false, s.addPrefix(f, pre, t)
 		}
 		// A fork copies the last partial page.
-		id, ok, err := s.take(p, func() (model.SeqID, error) { return s.r.Fork(pre.id) }, 1, t, force)
+		id, ok, err := s.take(f, func() (model.SeqID, error) { return s.r.Fork(pre.id) }, 1, t, force)
 		if err != nil {
 			return false, err
 		}
 		if ok {
-			p.pages = s.freeAfter(p)
+			f.pages = s.freeAfter(f)
 			t.id, t.held, t.fed, t.next, t.wait = id, true, pre.fed, len(pre.pieces), nil
 			t.rebuild = true
 			s.stats.SharedTokens += pre.fed
@@ -128,7 +226,7 @@ func (s *Scheduler) begin(p *plan, t *Session) (bool, error) {
 		s.dropPrefix(pre) // prompt and fork do not fit together
 	}
 	t.rebuild = true
-	id, ok, err := s.take(p, s.r.Acquire, s.r.PagesFor(len(t.ids)), t, force)
+	id, ok, err := s.take(f, s.r.Acquire, s.r.PagesFor(len(t.ids)), t, force)
 	if err != nil || !ok {
 		return false, err
 	}
@@ -155,12 +253,12 @@ func (s *Scheduler) prefixOf(t *Session) *prefix {
 }
 
 // addPrefix puts a shared prompt's next piece into the plan, once.
-func (s *Scheduler) addPrefix(p *plan, pre *prefix, t *Session) error {
-	if p.has(pre) {
+func (s *Scheduler) addPrefix(f *flight, pre *prefix, t *Session) error {
+	if pre.plan == f.plan {
 		return nil
 	}
 	if !pre.held {
-		id, ok, err := s.take(p, s.r.Acquire, s.r.PagesFor(len(pre.ids)), t, len(p.work) == 0)
+		id, ok, err := s.take(f, s.r.Acquire, s.r.PagesFor(len(pre.ids)), t, s.alone(f))
 		if err != nil || !ok {
 			return err
 		}
@@ -168,19 +266,21 @@ func (s *Scheduler) addPrefix(p *plan, pre *prefix, t *Session) error {
 	}
 	n := int(pre.pieces[pre.next])
 	need := s.r.PagesFor(pre.fed+n) - s.r.PagesFor(pre.fed)
-	if !s.makeRoom(p, need, t, true) {
+	if !s.makeRoom(f, need, t, true) {
 		return nil
 	}
-	p.pages -= need
-	p.rows += n
-	p.work = append(p.work, model.Work{Seq: pre.id, Append: pre.ids[pre.fed : pre.fed+n]})
-	p.owner = append(p.owner, pre)
+	f.pages -= need
+	f.prefill += n
+	f.work, f.rows = append(f.work, model.Work{Seq: pre.id, Append: pre.ids[pre.fed : pre.fed+n]}), append(f.rows, row{})
+	pre.plan = f.plan
+	pre.fed += n
+	pre.next++
 	return nil
 }
 
 // take obtains a sequence for t once pages are free, evicting if need be.
-func (s *Scheduler) take(p *plan, get func() (model.SeqID, error), pages int, t *Session, force bool) (model.SeqID, bool, error) {
-	if !s.makeRoom(p, pages, t, force) {
+func (s *Scheduler) take(f *flight, get func() (model.SeqID, error), pages int, t *Session, force bool) (model.SeqID, bool, error) {
+	if !s.makeRoom(f, pages, t, force) {
 		return 0, false, nil
 	}
 	for {
@@ -191,16 +291,16 @@ func (s *Scheduler) take(p *plan, get func() (model.SeqID, error), pages int, t 
 		if !errors.Is(err, model.ErrNoSlot) && !errors.Is(err, model.ErrNoPages) {
 			return 0, false, err
 		}
-		if !s.evict(p, t, force) {
+		if !s.evict(f, t, force) {
 			return 0, false, nil
 		}
 	}
 }
 
 // makeRoom evicts until need pages are free for t.
-func (s *Scheduler) makeRoom(p *plan, need int, t *Session, force bool) bool {
-	for p.pages < need {
-		if !s.evict(p, t, force) {
+func (s *Scheduler) makeRoom(f *flight, need int, t *Session, force bool) bool {
+	for f.pages < need {
+		if !s.evict(f, t, force) {
 			return false
 		}
 	}
@@ -210,10 +310,10 @@ func (s *Scheduler) makeRoom(p *plan, need int, t *Session, force bool) bool {
 // evict frees one sequence that is not part of the plan: a shared prompt nobody
 // waits for; with force also the latest idle session, the latest session that
 // comes after t, or any other shared prompt.
-func (s *Scheduler) evict(p *plan, t *Session, force bool) bool {
-	if pre := s.spare(p, t, false); pre != nil {
+func (s *Scheduler) evict(f *flight, t *Session, force bool) bool {
+	if pre := s.unused(f, t, false); pre != nil {
 		s.dropPrefix(pre)
-		p.pages = s.freeAfter(p)
+		f.pages = s.freeAfter(f)
 		return true
 	}
 	if !force {
@@ -225,13 +325,13 @@ func (s *Scheduler) evict(p *plan, t *Session, force bool) bool {
 			victim = c
 		}
 	}
-	for i := len(p.order) - 1; victim == nil && i >= 0 && p.order[i] != t; i-- {
-		if c := p.order[i]; c.held && !p.has(c) {
+	for i := len(s.active) - 1; victim == nil && i >= 0 && s.active[i] != t; i-- {
+		if c := s.active[i]; c.held && c.plan != f.plan {
 			victim = c
 		}
 	}
 	if victim == nil {
-		pre := s.spare(p, t, true)
+		pre := s.unused(f, t, true)
 		if pre == nil {
 			return false
 		}
@@ -240,16 +340,16 @@ func (s *Scheduler) evict(p *plan, t *Session, force bool) bool {
 		s.release(victim)
 		s.stats.Preempted++
 	}
-	p.pages = s.freeAfter(p)
+	f.pages = s.freeAfter(f)
 	return true
 }
 
-// spare is the latest shared prompt that the plan does not use and t does not
+// unused is the latest shared prompt that the plan does not use and t does not
 // wait for; unless any is set, nobody else may wait for it either.
-func (s *Scheduler) spare(p *plan, t *Session, any bool) *prefix {
+func (s *Scheduler) unused(f *flight, t *Session, any bool) *prefix {
 	for i := len(s.prefixes) - 1; i >= 0; i-- {
 		pre := s.prefixes[i]
-		if !pre.held || pre == t.wait || p.has(pre) {
+		if !pre.held || pre == t.wait || pre.plan == f.plan {
 			continue
 		}
 		if any || !slices.ContainsFunc(s.active, func(c *Session) bool { return c.wait == pre }) {
@@ -260,14 +360,17 @@ func (s *Scheduler) spare(p *plan, t *Session, any bool) *prefix {
 }
 
 // freeAfter is what the runner has free minus what the plan will use.
-func (s *Scheduler) freeAfter(p *plan) int {
+func (s *Scheduler) freeAfter(f *flight) int {
 	free := s.r.FreePages()
-	for _, w := range p.work {
-		n := s.r.Len(w.Seq)
-		free -= s.r.PagesFor(n+len(w.Append)) - s.r.PagesFor(n)
+	for i := range f.work {
+		n := s.r.Len(f.work[i].Seq)
+		free -= s.r.PagesFor(n+f.work[i].Rows()) - s.r.PagesFor(n)
 	}
 	return free
 }
+
+// alone says that nothing else runs: whoever asks may take what others hold.
+func (s *Scheduler) alone(f *flight) bool { return len(f.work) == 0 && s.flight == nil }
 
 func (s *Scheduler) dropPrefix(pre *prefix) {
 	if pre.held {
@@ -281,19 +384,15 @@ func (s *Scheduler) dropPrefix(pre *prefix) {
 	}
 }
 
-// advance books what a step computed for t and ends its turn when it is over.
-func (s *Scheduler) advance(t *Session, w model.Work, r model.Sampled) error {
-	t.fed += len(w.Append)
-	t.next++
-	if !w.Sample {
-		s.stats.PrefillTokens += len(w.Append)
-		return nil
-	}
+// advance gives t the token that a step drew for it and ends its turn when it is
+// over.
+func (s *Scheduler) advance(t *Session, w *model.Work, r model.Sampled) error {
 	s.stats.DecodeTokens++
-	s.stats.PrefillTokens += len(w.Append) - 1
+	s.stats.PrefillTokens += w.Rows() - 1
 	if lp := float64(r.LogProb); math.IsNaN(lp) || math.IsInf(lp, 0) {
 		return fmt.Errorf("sample token %d of task %s under %s, turn %d: log-prob %v", len(t.out.Tokens), t.req.Key.Task, t.req.Key.Harness, t.req.Key.Turn, lp)
 	}
+	t.coming = s.flight != nil && t.plan == s.flight.plan // with the row behind this one
 	t.ids = append(t.ids, r.Token)
 	t.out.Tokens = append(t.out.Tokens, r.Token)
 	t.out.LogProb = append(t.out.LogProb, r.LogProb)
@@ -303,10 +402,16 @@ func (s *Scheduler) advance(t *Session, w model.Work, r model.Sampled) error {
 	case len(t.out.Tokens) >= t.maxNew:
 		t.out.Finish = t.limit
 	default:
-		t.pieces = append(t.pieces, 1)
+		if t.covered < len(t.ids) {
+			t.pieces = append(t.pieces, 1)
+			t.covered++
+		}
 		return nil
 	}
-	// The last token is fed with the next turn's text.
+	// The last token is fed with the next turn's text, unless the step under way
+	// feeds it.
+	t.turn++
+	t.coming = false
 	s.active = remove(s.active, t)
 	s.idle = append(s.idle, t)
 	t.reply <- reply{c: t.out}

@@ -72,7 +72,7 @@ func talk(ctx context.Context, s *Scheduler, id, group, share int, turns []sched
 // Whatever the slots, pages, chunk sizes of a step and company: the same tokens.
 // Little memory forces preemption and eviction of shared prompts.
 func TestSchedulerResultsDoNotDependOnResources(t *testing.T) {
-	var preempted int
+	preempted, fromLast := map[bool]int{}, 0
 	rapid.Check(t, func(rt *rapid.T) {
 		n := rapid.IntRange(1, 12).Draw(rt, "sessions")
 		script := make([][]schedTurn, n)
@@ -87,10 +87,10 @@ func TestSchedulerResultsDoNotDependOnResources(t *testing.T) {
 				script[i] = append(script[i], schedTurn{add, rapid.IntRange(1, 30).Draw(rt, "new"), j > 0 && rapid.IntRange(0, 4).Draw(rt, "restart") == 0})
 			}
 		}
-		run := func(r *fakeRunner, o SchedOptions, share int) ([][]harness.Completion, SchedStats) {
+		run := func(s Sampler, r *fakeRunner, o SchedOptions, share int) ([][]harness.Completion, SchedStats) {
 			out := make([][]harness.Completion, n)
 			var st SchedStats
-			err := withSched(t, r, o, func(s *Scheduler) {
+			err := withSched(t, s, o, func(s *Scheduler) {
 				err := each(context.Background(), n, func(ctx context.Context, i int) (err error) {
 					out[i], err = talk(ctx, s, i, groups[i], share, script[i])
 					return err
@@ -114,22 +114,33 @@ func TestSchedulerResultsDoNotDependOnResources(t *testing.T) {
 			return out, st
 		}
 		o := SchedOptions{Stop: []int32{schedStop}, MaxContext: 200, ChunkRows: 16}
-		want, _ := run(newFakeRunner(64, 64*256, mixing(40)), o, 1)
+		roomy := newFakeRunner(64, 64*256, mixing(40))
+		want, _ := run(roomy, roomy, o, 1)
 		tight := o
 		tight.StepRows = rapid.IntRange(16, 64).Draw(rt, "rows")
-		r := newFakeRunner(rapid.IntRange(2, 5).Draw(rt, "slots"), rapid.IntRange(208, 420).Draw(rt, "tokens"), mixing(40))
-		got, st := run(r, tight, 3)
-		preempted += st.Preempted
-		for i := range want {
-			for j := range want[i] {
-				if !slices.Equal(want[i][j].Tokens, got[i][j].Tokens) || want[i][j].Finish != got[i][j].Finish {
-					rt.Fatalf("session %d turn %d: %v %s, want %v %s", i, j, got[i][j].Tokens, got[i][j].Finish, want[i][j].Tokens, want[i][j].Finish)
+		slots, tokens := rapid.IntRange(2, 5).Draw(rt, "slots"), rapid.IntRange(208, 420).Draw(rt, "tokens")
+		for _, ahead := range []bool{false, true} {
+			r := newFakeRunner(slots, tokens, mixing(40))
+			s := Sampler(r)
+			if ahead {
+				s = &aheadFake{fakeRunner: r}
+			}
+			got, st := run(s, r, tight, 3)
+			preempted[ahead] += st.Preempted
+			for i := range want {
+				for j := range want[i] {
+					if !slices.Equal(want[i][j].Tokens, got[i][j].Tokens) || !slices.Equal(want[i][j].LogProb, got[i][j].LogProb) || want[i][j].Finish != got[i][j].Finish {
+						rt.Fatalf("ahead %t, session %d turn %d: %v %s, want %v %s", ahead, i, j, got[i][j].Tokens, got[i][j].Finish, want[i][j].Tokens, want[i][j].Finish)
+					}
 				}
+			}
+			if a, ok := s.(*aheadFake); ok {
+				fromLast += a.fromLast
 			}
 		}
 	})
-	if preempted == 0 {
-		t.Error("no case forced a preemption")
+	if preempted[false] == 0 || preempted[true] == 0 || fromLast == 0 {
+		t.Errorf("no case forced a preemption (%v), or fed a token unseen (%d)", preempted, fromLast)
 	}
 }
 
