@@ -70,6 +70,18 @@ func (g *ring) turn() {
 // resultsAt is where the results of the step that uses a half lie.
 func (g *ring) resultsAt(half int) int64 { return int64(half+1)*g.half - g.results }
 
+// reals are n values of type F32 or F64 from a byte of the ring on.
+func (g *ring) reals(at int64, n int, t kernels.DType) []float32 {
+	if t == kernels.F32 {
+		return kernels.HostSlice[float32](g.buf, at, n)
+	}
+	out := make([]float32, n)
+	for i, x := range kernels.HostSlice[float64](g.buf, at, n) {
+		out[i] = float32(x)
+	}
+	return out
+}
+
 // send copies v to the device in the stream's order.
 func send[T any](g *ring, dst kernels.Ptr, v []T) {
 	bytes := int64(len(bytesOf(v)))

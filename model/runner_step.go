@@ -100,21 +100,16 @@ func (p *Pending) collect() ([]Sampled, error) {
 	if err := errors.Join(r.ring.done[p.half].Wait(), r.st.Err()); err != nil {
 		return nil, fmt.Errorf("sampler step of %d works: %w", p.works, err)
 	}
-	s, at := int64(r.opt.MaxSeqs), r.ring.resultsAt(p.half)
-	wide := int64(r.dt.Wide().Size())
-	tokens := kernels.HostSlice[int32](r.ring.buf, at+2*s*wide, len(p.rows))
-	real := func(first int64, i int) float32 {
-		if wide == 8 {
-			return float32(kernels.HostSlice[float64](r.ring.buf, at+first*wide, len(p.rows))[i])
-		}
-		return kernels.HostSlice[float32](r.ring.buf, at+first*wide, len(p.rows))[i]
-	}
+	s, at, wide := int64(r.opt.MaxSeqs), r.ring.resultsAt(p.half), r.dt.Wide()
+	size := int64(wide.Size())
+	tokens := kernels.HostSlice[int32](r.ring.buf, at+2*s*size, len(p.rows))
+	logp, entropy := r.ring.reals(at, len(p.rows), wide), r.ring.reals(at+s*size, len(p.rows), wide)
 	out := make([]Sampled, p.works)
 	for i, w := range p.rows {
 		if tokens[i] < 0 { // abi.h: the logits have no distribution
 			return nil, fmt.Errorf("sample work %d: logits are not finite: %w", w, ErrNonFinite)
 		}
-		out[w] = Sampled{Token: tokens[i], LogProb: real(0, i), Entropy: real(s, i)}
+		out[w] = Sampled{Token: tokens[i], LogProb: logp[i], Entropy: entropy[i]}
 	}
 	return out, nil
 }
