@@ -79,6 +79,11 @@ func (g *Region) Enter(p Phase) error {
 	if n := g.live(); p == Training && n > 0 {
 		return &Error{Op: "enter phase train", Err: fmt.Errorf("%d sequences are live, and their states lie in the memory of an update", n), Hint: "Reset the sampler first"}
 	}
+	if g.runner != nil { // a step may be under way that nobody waits for
+		if err := g.runner.st.Sync(); err != nil {
+			return fmt.Errorf("enter phase %v: %w", p, err)
+		}
+	}
 	if err := g.ov.Enter(to); err != nil {
 		return err
 	}

@@ -49,7 +49,7 @@ func play(t *testing.T, r *Runner, seed uint64, steps int, step func([]Work) []S
 			if c.next != nil && c.ctr > 0 && rng.IntN(8) == 0 { // a tool's answer
 				c.next = ids(rng.Uint64(), 2+rng.IntN(20), vocab)
 			}
-			work = append(work, Work{Seq: c.id, Append: c.next, Sample: true, Sampling: Sampling{Temperature: 0.7, TopP: 0.9}, Key: c.key, Ctr: c.ctr})
+			work = append(work, Work{Seq: c.id, Append: c.next, Sample: true, Sampling: Sampling{Temperature: 0.7, TopP: []float32{1, 0.9, 0}[n/3%3]}, Key: c.key, Ctr: c.ctr})
 			c.ctr++
 		}
 		got := step(work)
@@ -94,8 +94,13 @@ func TestDecodeGraphs(t *testing.T) {
 		if !slices.Equal(got, want) {
 			t.Errorf("graphs change what is sampled:\n%v\nwant\n%v", got, want)
 		}
-		if len(with.graphs) != 5 {
-			t.Errorf("%d graphs", len(with.graphs))
+		rows := map[bool][]int64{}
+		for k := range with.graphs {
+			rows[k.truncated] = append(rows[k.truncated], k.rows)
+		}
+		slices.Sort(rows[false])
+		if want := []int64{1, 2, 4, 8, 9}; !slices.Equal(rows[false], want) || len(rows[true]) < 3 {
+			t.Errorf("graphs of %v rows, with truncations %v; want %v", rows[false], rows[true], want)
 		}
 		if after := dev.Ledger(); !slices.Equal(after, allocated) {
 			t.Errorf("memory before %+v\nand after %+v", allocated, after)
@@ -252,10 +257,10 @@ func TestSubmitRefusals(t *testing.T) {
 func TestDecodeLaunches(t *testing.T) {
 	r := must[*Runner](t)(NewRunner(nearModel(t, emuDevice(t), emuConfig(), LoadOptions{DType: kernels.BF16}), RunnerOptions{MaxSeqs: 9, MaxTokens: 512, MaxRows: 16}))
 	t.Cleanup(r.Close)
-	// Tokens, embedding; final norm, head, sampling (two).
+	// Tokens, embedding; final norm, head with its draw (two).
 	// Linear: norm, qkv, b, a, conv, delta rule, z, gated norm, out. Full: norm, k, v, q, prep, write, attention, gate, out.
 	// Each with the five of its MLP: norm, gate, up, product, down.
-	const want = 2 + 4 + 3*(9+5) + 1*(9+5)
+	const want = 2 + 3 + 3*(9+5) + 1*(9+5)
 	for _, n := range []int{1, 2, 9} {
 		if got := must[int](t)(r.DecodeLaunches(n)); got != want {
 			t.Errorf("%d rows: %d launches, want %d", n, got, want)
@@ -284,13 +289,17 @@ func TestBucket(t *testing.T) {
 
 // TestSamplerWorkspace: no pass needs more than NewRunner allocates.
 func TestSamplerWorkspace(t *testing.T) {
-	for _, dev := range []*kernels.Device{execDevice(t, 2), emuDevice(t)} {
+	for _, on := range []struct {
+		dev *kernels.Device
+		dt  kernels.DType
+	}{{execDevice(t, 2), kernels.F32}, {emuDevice(t), kernels.F32}, {emuDevice(t), kernels.BF16}} {
+		dev, dt := on.dev, on.dt
 		for seed := range uint64(40) {
 			rng := rand.New(rand.NewPCG(seed, 3))
 			o := RunnerOptions{MaxSeqs: 1 + rng.IntN(40), MaxTokens: 16 + rng.IntN(20000)}
 			o.MaxRows = o.MaxSeqs + rng.IntN(700)
 			o.setDefaults()
-			most, err := samplerWorkspace(dev, emuConfig(), kernels.F32, o)
+			most, err := samplerWorkspace(dev, emuConfig(), dt, o)
 			check(t, err)
 			for range 20 {
 				x := &passIndex{maxPages: int64(o.stride())}
@@ -313,7 +322,7 @@ func TestSamplerWorkspace(t *testing.T) {
 					check(t, err)
 					x.forest = argsOf(f)
 				}
-				if n := passWorkspace(dev, emuConfig(), kernels.F32, x, o.PageSize); n > most {
+				if n := passWorkspace(dev, emuConfig(), dt, x, o.PageSize); n > most {
 					t.Fatalf("%s, %+v: a pass of %d rows, %d segments needs %d bytes, %d are there", dev.Info().Name, o, x.rows, len(segs), n, most)
 				}
 			}
