@@ -47,11 +47,7 @@ func openCUDA(name string, o Options) (driver, error) {
 	} else if name != "cuda" {
 		return fail(ErrNoDevice, `devices are "cpu", "null", "emu" and "cuda:N"`)
 	}
-	if n, err := cu.NumDevices(); err != nil || ordinal >= n {
-		why := fmt.Sprintf("the driver shows %d devices", n)
-		if w := driverWhy(); w != "" {
-			why = "no NVIDIA driver: " + w
-		}
+	if n, why := numDevices(); ordinal >= n {
 		return fail(fmt.Errorf("%s: %w", why, ErrNoDevice), "run with --device cpu")
 	}
 	path, err := findLibrary("libhs_cuda.so", o.LibDir)
@@ -72,6 +68,29 @@ func openCUDA(name string, o Options) (driver, error) {
 		return fail(err, "is another process using the GPU exclusively? See nvidia-smi")
 	}
 	return drv, nil
+}
+
+// numDevices counts the GPUs, and says what stands for a small number.
+func numDevices() (n int, why string) {
+	n, err := cu.NumDevices()
+	if err != nil {
+		n = 0
+	}
+	if w := driverWhy(); w != "" {
+		return n, "no NVIDIA driver: " + w
+	}
+	return n, fmt.Sprintf("the driver shows %d devices", n)
+}
+
+// noCUDA says why there is no cuda device, "" when there is one.
+func noCUDA(o Options) string {
+	if n, why := numDevices(); n == 0 {
+		return why
+	}
+	if _, err := findLibrary("libhs_cuda.so", o.LibDir); err != nil {
+		return fmt.Sprintf("%v (make cuda)", err)
+	}
+	return ""
 }
 
 // newCUDADriver retains the primary context of a device and runs the given table on it.

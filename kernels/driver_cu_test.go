@@ -111,6 +111,27 @@ func TestCUDAArena(t *testing.T) {
 	}
 }
 
+// TestCUDAAuto: auto is the GPU when its library is there, and otherwise the cpu with the reason.
+func TestCUDAAuto(t *testing.T) {
+	if err := fakeDevice(t).Close(); err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	t.Chdir(dir)
+	if name, why := Auto(Options{LibDir: dir}); name != "cpu" || !strings.Contains(why, "libhs_cuda.so") || !strings.Contains(why, "make cuda") {
+		t.Errorf("without the library: %s, %s", name, why)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "libhs_cuda.so"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if name, why := Auto(Options{LibDir: dir}); name != "cuda:0" {
+		t.Errorf("with the library: %s, %s", name, why)
+	}
+	if _, err := Open("cuda:0", Options{LibDir: dir}); !errors.Is(err, ErrNoDevice) {
+		t.Errorf("a library that cannot be loaded: %v", err)
+	}
+}
+
 func TestCUDAOpen(t *testing.T) {
 	for _, name := range []string{"cuda:7", "cuda:x", "cudaX"} {
 		if _, err := Open(name, Options{}); !errors.Is(err, ErrNoDevice) {

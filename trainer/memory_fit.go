@@ -100,6 +100,47 @@ func (m *memoryFit) mostSlots(cfg Config) (int, error) {
 	return m.budget.largestSlots(cfg, m.pl, f)
 }
 
+// CheckMemory refuses a configuration that does not fit into a budget: the error wraps ErrNoFit, has the shortfall in numbers, and its hint says
+// what to change.
+func CheckMemory(cfg Config, pl *model.MemoryPlanner, params int64, b MemoryBudget) error {
+	p, _, err := b.plan(cfg, pl, params)
+	if err != nil || p.Fits {
+		return err
+	}
+	if p, err = PlanMemory(cfg, pl, params, b); err != nil {
+		return err
+	}
+	return &Error{Op: "plan memory", Err: fmt.Errorf("%w: %s", ErrNoFit, shortfall(p)), Hint: p.Hint()}
+}
+
+// Hint says which settings would make a plan fit that does not.
+func (p *MemoryPlan) Hint() string {
+	var parts []string
+	if p.MaxSlots > 0 && p.MaxSlots < p.Slots {
+		parts = append(parts, fmt.Sprintf("--set rollout.slots=%d", p.MaxSlots))
+	}
+	switch {
+	case p.MaxRows.Layers == 0:
+		less := "--set lora.rank=32, "
+		if p.LoRARank > 0 {
+			less = ""
+		} else if p.States != "8bit" {
+			less = "--set optim.states=8bit, " + less
+		}
+		parts = append(parts, fmt.Sprintf("weights and optimiser leave no room for an update of 64 rows: less per weight, %sa smaller model, or more than %s", less, gibText(p.Budget)))
+	case p.Recompute == "none" && p.MaxRows.None < p.MicroRows && p.MaxRows.Layers >= p.MicroRows:
+		parts = append(parts, "--set model.recompute=layers")
+	case max(p.MaxRows.None, p.MaxRows.Layers) < p.MicroRows && p.MicroRows > p.Context:
+		parts = append(parts, fmt.Sprintf("--set model.micro_rows=%d", max(p.MaxRows.None, p.MaxRows.Layers, p.Context)))
+	case max(p.MaxRows.None, p.MaxRows.Layers) < p.MicroRows:
+		parts = append(parts, "a smaller model.max_len")
+	}
+	if parts == nil {
+		parts = []string{"fewer slots or rows per micro-batch"}
+	}
+	return strings.Join(parts, " and ") + "; hs init --model DIR --gpu-gib N writes a configuration that fits, or says what would"
+}
+
 // shortfall says what a plan lacks.
 func shortfall(p *MemoryPlan) string {
 	have := p.Budget - p.Reserve
@@ -155,4 +196,9 @@ func (m *memoryFit) alternatives(cfg Config) string {
 }
 
 // gibText is a size for people.
-func gibText(n int64) string { return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30)) }
+func gibText(n int64) string {
+	if n < 1<<30 {
+		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
+	}
+	return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
+}

@@ -183,3 +183,61 @@ func TestMicroRows(t *testing.T) {
 		t.Errorf("%d rows by default", n)
 	}
 }
+
+// TestCheckMemory: a configuration that does not fit is refused with both phases' shortfall and settings to change; each that the hint
+// proposes alone makes the plan fit.
+func TestCheckMemory(t *testing.T) {
+	_, mc, err := model.Like("4b", 0, "BF16")
+	if err != nil {
+		t.Fatal(err)
+	}
+	pl, err := model.NewMemoryPlanner(mc, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pl.Close()
+	base := []string{"model.max_len=4096", "rollout.slots=64", "model.recompute=layers", "optim.states=bf16", "model.dtype=bfloat16"}
+	for _, c := range []struct {
+		name string
+		gib  int64
+		sets []string
+		want []string // of error and hint; none = fits
+	}{
+		{"fits", 80, nil, nil},
+		{"slots", 80, []string{"rollout.slots=300"}, []string{"sampling with 300 slots needs ", "--set rollout.slots="}},
+		{"recompute", 80, []string{"model.recompute=none", "model.micro_rows=8192"}, []string{"an update of 8192 rows, recompute none, needs ", "--set model.recompute=layers"}},
+		{"rows", 80, []string{"model.micro_rows=262144"}, []string{"an update of 262144 rows, recompute layers, needs ", "--set model.micro_rows="}},
+		{"moments", 46, []string{"optim.states=fp32"}, []string{"leave no room for an update of 64 rows", "--set optim.states=8bit", "--set lora.rank=32"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			check := func(sets ...string) error {
+				r, err := Load(nil, append(append(append([]string{}, base...), c.sets...), sets...))
+				if err != nil {
+					t.Fatal(err)
+				}
+				return CheckMemory(r.Config, pl, mc.NumParams(), GPUBudget(c.gib<<30))
+			}
+			err := check()
+			if c.want == nil {
+				if err != nil {
+					t.Error(err)
+				}
+				return
+			}
+			if !errors.Is(err, ErrNoFit) {
+				t.Fatal(err)
+			}
+			for _, w := range c.want {
+				if !strings.Contains(err.Error()+"\n"+Hint(err), w) {
+					t.Errorf("no %q in %v\n%s", w, err, Hint(err))
+				}
+			}
+			if set, ok := strings.CutPrefix(Hint(err), "--set "); ok {
+				set, _, _ = strings.Cut(set, ";")
+				if err := check(set); err != nil {
+					t.Errorf("with %s, as proposed: %v", set, err)
+				}
+			}
+		})
+	}
+}

@@ -31,7 +31,7 @@ type benchFlags struct {
 
 func (f benchFlags) header(g *globals, dev *kernels.Device) {
 	i := dev.Info()
-	g.say("hs-version: %s\ndevice: %s\ndtype: %v\nbuild: %s\nthreads: %d\ngoos: %s\ngoarch: %s", fullVersion(), i.Name, trainer.StorageOf(f.DType, g.Device), i.Build, i.Threads, runtime.GOOS, runtime.GOARCH)
+	g.say("hs-version: %s\ndevice: %s\ndtype: %v\nbuild: %s\nthreads: %d\ngoos: %s\ngoarch: %s", fullVersion(), i.Name, trainer.StorageOf(f.DType, g.deviceName(g.Device)), i.Build, i.Threads, runtime.GOOS, runtime.GOARCH)
 	g.say("Unit tok/s better=higher")
 }
 
@@ -244,13 +244,16 @@ func (c *benchStep) Run(ctx context.Context, g *globals) error {
 	if c.Groups < 1 || c.Attempts < 2 || c.Prompt < 2 || c.New < 1 || c.Count < 1 {
 		return usage("e.g. --groups 8 --attempts 8 --prompt 256 --new 128", "groups %d, attempts %d, prompt %d, new %d: want groups >= 1, attempts >= 2, prompt >= 2, new >= 1", c.Groups, c.Attempts, c.Prompt, c.New)
 	}
-	dev, m, err := g.openModel(c.Ckpt, c.options(g, true))
+	cfg := trainer.Defaults()
+	cfg.Model.Device = g.deviceName(g.Device)
+	o := c.options(g, true)
+	o.Shared = cfg.Placement() == model.OnGPU
+	dev, m, err := g.openModel(c.Ckpt, o)
 	if err != nil {
 		return err
 	}
 	defer dev.Close()
 	defer m.Close()
-	cfg := trainer.Defaults()
 	cfg.Rollout.Slots = c.Groups * c.Attempts
 	cfg.Model.MaxLen = c.Prompt + c.New + 16
 	d, err := trainer.AssembleBench(cfg, m, trainer.AssembleOptions{Train: true})

@@ -83,7 +83,7 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 		if !dev.Stores(cfg.DType()) {
 			return "FAIL", fmt.Sprintf("%s does not compute in %v, which model.dtype = %q asks for", dev.Info().Name, cfg.DType(), cfg.Model.DType), "--device emu or cuda:N, or --set model.dtype=auto"
 		}
-		return "OK", fmt.Sprintf("%s in %v, ABI %d, %s, %d threads", dev.Info().Name, cfg.DType(), abiVersion(), dev.Info().Build, dev.Info().Threads), ""
+		return "OK", fmt.Sprintf("%s in %v, ABI %d, %s, %d threads%s", dev.Info().Name, cfg.DType(), abiVersion(), dev.Info().Build, dev.Info().Threads, g.autoNote()), ""
 	})
 	if derr == nil {
 		defer dev.Close()
@@ -92,7 +92,7 @@ func (c *doctorCmd) Run(ctx context.Context, g *globals) error {
 			add("D06", "gradients", func() (string, string, string) { return checkTape(dev) })
 		}
 		add("D07", "memory", func() (status, fact, hint string) {
-			memory, status, fact, hint = checkPlan(cfg)
+			memory, status, fact, hint = checkPlan(cfg, dev)
 			return status, fact, hint
 		})
 		add("D08", "checkpoint", func() (status, fact, hint string) {
@@ -226,24 +226,26 @@ func memTotal() string {
 	return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
 }
 
-// checkGPU says what the first GPU is, or why it cannot be used.
+// checkGPU says what the first GPU is, or why it cannot be used, and what the device "auto" is on this machine.
 func checkGPU(g *globals) (status, fact, hint string) {
+	name, why := g.auto()
+	auto := fmt.Sprintf("; auto is %s: %s", name, why)
 	found, _ := filepath.Glob("/dev/nvidia[0-9]*")
 	if !kernels.GPUBuild {
 		if len(found) == 0 {
-			return "SKIP", "no /dev/nvidia*; this build runs on the CPU", ""
+			return "SKIP", "no /dev/nvidia*" + auto, ""
 		}
-		return "WARN", fmt.Sprintf("%d GPU device file(s) found, but this build has the CPU back-end only", len(found)), "make gpu cuda"
+		return "WARN", fmt.Sprintf("%d GPU device file(s) found%s", len(found), auto), "make gpu cuda"
 	}
 	dev, err := g.device("cuda:0", 0, "own")
 	if err == nil {
 		i := dev.Info()
 		if err = dev.Close(); err == nil {
-			return "OK", fmt.Sprintf("cuda:0: %s, %s", i.Build, gib(i.MemTotal)), ""
+			return "OK", fmt.Sprintf("cuda:0: %s, %s%s", i.Build, gib(i.MemTotal), auto), ""
 		}
 	}
 	if len(found) == 0 && errors.Is(err, kernels.ErrNoDevice) {
-		return "SKIP", err.Error(), ""
+		return "SKIP", err.Error() + auto, ""
 	}
 	return "FAIL", err.Error(), advice(err)
 }
@@ -260,10 +262,10 @@ func checkGemm(dev *kernels.Device) (string, string, string) {
 	return "OK", strings.Join(parts, ", "), ""
 }
 
-// checkPlan plans the configured training on this machine; nothing is allocated.
-func checkPlan(cfg trainer.Config) (p *trainer.MemoryPlan, status, fact, hint string) {
+// checkPlan plans the configured training on this machine's device; nothing is allocated.
+func checkPlan(cfg trainer.Config, dev *kernels.Device) (p *trainer.MemoryPlan, status, fact, hint string) {
 	ram := ramBytes()
-	p, err := planMemory(cfg, trainer.CPUBudget(ram))
+	p, err := planMemory(cfg, dev, trainer.DeviceBudget(cfg, dev.Info(), ram))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, "SKIP", "no plan without a config.json, see D08", ""
 	}
@@ -271,13 +273,17 @@ func checkPlan(cfg trainer.Config) (p *trainer.MemoryPlan, status, fact, hint st
 		return nil, "FAIL", err.Error(), advice(err)
 	}
 	const mib = 1 << 20
-	fact = fmt.Sprintf("sampling %.1f MiB, an update of %d rows %.1f MiB, together %.1f MiB; rollout.slots up to %d and model.micro_rows up to %d fit",
-		float64(p.Rollout)/mib, p.MicroRows, float64(p.Train)/mib, float64(p.Peak)/mib, p.MaxSlots, p.MaxRows.None)
+	together := "together"
+	if p.Placement == model.OnGPU.String() {
+		together = "by turns"
+	}
+	fact = fmt.Sprintf("sampling %.1f MiB, an update of %d rows %.1f MiB, %s %.1f MiB; rollout.slots up to %d and model.micro_rows up to %d fit",
+		float64(p.Rollout)/mib, p.MicroRows, float64(p.Train)/mib, together, float64(p.Peak)/mib, p.MaxSlots, p.MaxRows.None)
 	switch {
-	case ram == 0:
+	case p.Budget == 0:
 		return p, "WARN", fact + "; this machine does not tell its memory", "compare with the memory you have"
 	case !p.Fits:
-		return p, "FAIL", fact + ": more than this machine's memory", planHint(p)
+		return p, "FAIL", fact + ": more than this machine's memory", p.Hint()
 	}
 	return p, "OK", fact, ""
 }

@@ -111,7 +111,7 @@ func (c *initCmd) text(layers []trainer.Layer, sets []string) ([]byte, *trainer.
 	}
 	var out bytes.Buffer
 	var plan *trainer.MemoryPlan
-	err = withPlanner(base.Config.Model.Path, func(m *model.Config, pl *model.MemoryPlanner) error {
+	err = withPlanner(base.Config.Model.Path, nil, model.OnGPU, func(m *model.Config, pl *model.MemoryPlanner) error {
 		res, p, err := trainer.FitMemory(layers, sets, pl, m.NumParams(), trainer.GPUBudget(n))
 		if errors.Is(err, trainer.ErrNoFit) {
 			return exitError{code: exitNotReady, err: err}

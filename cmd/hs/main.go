@@ -57,6 +57,9 @@ type globals struct {
 	out, errOut io.Writer
 	progress    *progress
 	emitted     bool // the JSON line has been printed
+
+	autoName, autoWhy string // what the device "auto" is here; "" = not asked yet
+	chosen            bool   // a device was opened as "auto"
 }
 
 // configFlags choose a configuration: defaults < preset < files in order < --set.

@@ -8,10 +8,10 @@ import (
 	"math"
 	"os"
 	"strconv"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
+	"harness-s/kernels"
 	"harness-s/model"
 	"harness-s/trainer"
 )
@@ -57,13 +57,25 @@ func modelConfig(dir string) (*model.Config, error) {
 	return cfg, nil
 }
 
-// withPlanner runs f with a planner for the model of a directory.
-func withPlanner(dir string, f func(cfg *model.Config, pl *model.MemoryPlanner) error) (err error) {
+// withPlanner runs f with a planner for the model of a directory. Workspaces are those of dev, or for a GPU that is not there (nil) those of
+// the kernels that can be loaded: of libhs_cuda.so, else of libhs_emu.so, which are the same but for the products.
+func withPlanner(dir string, dev *kernels.Device, at model.Placement, f func(cfg *model.Config, pl *model.MemoryPlanner) error) (err error) {
 	cfg, err := modelConfig(dir)
 	if err != nil {
 		return err
 	}
-	pl, err := model.NewMemoryPlanner(cfg, nil)
+	if dev == nil && at == model.OnGPU {
+		for _, table := range []string{"cuda", "emu", "cpu"} {
+			if dev, err = kernels.Open("null", kernels.Options{Table: table, LibDir: os.Getenv("HS_LIB_DIR")}); err == nil {
+				break
+			}
+		}
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, dev.Close()) }()
+	}
+	pl, err := model.NewMemoryPlanner(cfg, dev)
 	if err != nil {
 		return err
 	}
@@ -71,9 +83,9 @@ func withPlanner(dir string, f func(cfg *model.Config, pl *model.MemoryPlanner) 
 	return f(cfg, pl)
 }
 
-// planMemory is the plan of a configuration.
-func planMemory(cfg trainer.Config, b trainer.MemoryBudget) (p *trainer.MemoryPlan, err error) {
-	err = withPlanner(cfg.Model.Path, func(m *model.Config, pl *model.MemoryPlanner) error {
+// planMemory is the plan of a configuration; dev as in withPlanner.
+func planMemory(cfg trainer.Config, dev *kernels.Device, b trainer.MemoryBudget) (p *trainer.MemoryPlan, err error) {
+	err = withPlanner(cfg.Model.Path, dev, b.Placement, func(m *model.Config, pl *model.MemoryPlanner) error {
 		p, err = trainer.PlanMemory(cfg, pl, m.NumParams(), b)
 		return err
 	})
@@ -86,9 +98,9 @@ func printMemory(w io.Writer, p *trainer.MemoryPlan) {
 	if p.Peak < 1<<30 {
 		unit, name = 1<<20, "MiB"
 	}
-	where := "float32 on this machine's CPU, which has"
+	where := p.DType + " on this machine's CPU, which has"
 	if p.Placement == model.OnGPU.String() {
-		where = "bfloat16 on a GPU of"
+		where = p.DType + " on a GPU of"
 	}
 	fmt.Fprintf(w, "memory in %s, %s %.1f GiB; %s parameters, optimiser states %s, master weights %s\n", name, where, float64(p.Budget)/(1<<30),
 		count(p.Params), p.States, p.Master)
@@ -117,6 +129,13 @@ func printMemory(w io.Writer, p *trainer.MemoryPlan) {
 	if p.Placement == model.OnCPU.String() {
 		fmt.Fprintf(w, "%-32s%10s%s\n", "side by side", "", cell(p.Peak, true))
 	}
+	if p.Placement == model.OnGPU.String() {
+		from := "of libhs_" + p.Kernels + ".so"
+		if p.Kernels == "cpu" {
+			from = "not counted but for an estimate of the largest: neither libhs_cuda.so (make cuda) nor libhs_emu.so (make emu) was found"
+		}
+		fmt.Fprintf(w, "workspaces of the kernels         %s\n", from)
+	}
 	fmt.Fprintf(w, "%-32s%10s%s  (%.2f kept free)\n", headroomName(p), "", cell(max(p.Headroom, -p.Headroom), true), float64(p.Reserve)/unit)
 	fmt.Fprintf(w, "largest that fits               rollout.slots %d; model.micro_rows %d with recompute none, %d with layers\n", p.MaxSlots, p.MaxRows.None, p.MaxRows.Layers)
 	fmt.Fprintf(w, "operations per token            %.4g GFLOP forward, %.4g training\n", p.FLOPs.Forward/1e9, p.FLOPs.Train/1e9)
@@ -143,7 +162,7 @@ func (c *doctorCmd) plan(g *globals, cfg trainer.Config) error {
 	if err != nil {
 		return err
 	}
-	p, err := planMemory(cfg, trainer.GPUBudget(n))
+	p, err := planMemory(cfg, nil, trainer.GPUBudget(n))
 	if err != nil {
 		return err
 	}
@@ -157,26 +176,6 @@ func (c *doctorCmd) plan(g *globals, cfg trainer.Config) error {
 	if p.Fits {
 		return nil
 	}
-	fmt.Fprintf(g.errOut, "error: the plan does not fit, %s too much\nhint: %s\n", gib(-p.Headroom), planHint(p))
+	fmt.Fprintf(g.errOut, "error: the plan does not fit, %s too much\nhint: %s\n", gib(-p.Headroom), p.Hint())
 	return exitError{code: exitNotReady, silent: true}
-}
-
-// planHint says which values would fit.
-func planHint(p *trainer.MemoryPlan) string {
-	var parts []string
-	if p.MaxSlots > 0 && p.MaxSlots < p.Slots {
-		parts = append(parts, fmt.Sprintf("--set rollout.slots=%d", p.MaxSlots))
-	}
-	switch {
-	case p.MaxRows.Layers == 0:
-		parts = append(parts, fmt.Sprintf("weights and optimiser leave no room for an update of 64 rows: less per weight, --set lora.rank=32, a smaller model, or more than %s", gib(p.Budget)))
-	case p.Recompute == "none" && p.MaxRows.None < p.MicroRows && p.MaxRows.Layers >= p.MicroRows:
-		parts = append(parts, "--set model.recompute=layers")
-	case max(p.MaxRows.None, p.MaxRows.Layers) < p.MicroRows:
-		parts = append(parts, "a smaller model.max_len")
-	}
-	if parts == nil {
-		parts = []string{"fewer slots or rows per micro-batch"}
-	}
-	return strings.Join(parts, " and ") + "; hs init --model DIR --gpu-gib N writes a configuration that fits, or says what would"
 }

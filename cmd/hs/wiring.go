@@ -44,17 +44,46 @@ func (f configFlags) load(g *globals) (*trainer.Resolved, error) {
 	if g.Threads != 0 {
 		sets = append(sets, fmt.Sprintf("run.threads=%d", g.Threads))
 	}
-	return trainer.Load(layers, sets)
+	res, err := trainer.Load(layers, sets)
+	if err == nil { // a run on a GPU records which: its numbers are not the CPU's
+		if name := g.deviceName(res.Config.Model.Device); name != "cpu" {
+			res.Config.Model.Device = name
+		}
+	}
+	return res, err
+}
+
+// auto is what the device "auto" is on this machine, and why.
+func (g *globals) auto() (name, why string) {
+	if g.autoName == "" {
+		g.autoName, g.autoWhy = kernels.Auto(kernels.Options{LibDir: os.Getenv("HS_LIB_DIR")})
+	}
+	return g.autoName, g.autoWhy
+}
+
+// deviceName is the name that a device is opened by.
+func (g *globals) deviceName(name string) string {
+	if name != "auto" && name != "" {
+		return name
+	}
+	g.chosen = true
+	name, _ = g.auto()
+	return name
+}
+
+// autoNote is a remark on why the device is the one it is, "" when it was named.
+func (g *globals) autoNote() string {
+	if !g.chosen {
+		return ""
+	}
+	return " (auto: " + g.autoWhy + ")"
 }
 
 // openDevice opens the device named by the flags.
 func (g *globals) openDevice() (*kernels.Device, error) { return g.device(g.Device, g.Threads, "own") }
 
 func (g *globals) device(name string, threads int, gemm string) (*kernels.Device, error) {
-	if name == "auto" || name == "" {
-		name = "cpu" // this build has no GPU driver layer; hs doctor says so
-	}
-	return kernels.Open(name, kernels.Options{Threads: threads, Gemm: gemm, LibDir: os.Getenv("HS_LIB_DIR")})
+	return kernels.Open(g.deviceName(name), kernels.Options{Threads: threads, Gemm: gemm, LibDir: os.Getenv("HS_LIB_DIR")})
 }
 
 // storageFlag chooses the type that a model computes in, for commands without a configuration.
@@ -64,7 +93,7 @@ type storageFlag struct {
 
 // options are how a model is loaded for a device; weights to train in bfloat16 keep their lower halves.
 func (f storageFlag) options(g *globals, train bool) model.LoadOptions {
-	dt := trainer.StorageOf(f.DType, g.Device)
+	dt := trainer.StorageOf(f.DType, g.deviceName(g.Device))
 	return model.LoadOptions{DType: dt, Train: train, Optim: model.Recipe{HiLo: train && dt == kernels.BF16}}
 }
 
@@ -147,6 +176,7 @@ type session struct {
 	pool  *harness.Pool
 	deps  *trainer.Deps
 	log   *slog.Logger
+	note  string // why the device was chosen
 }
 
 // open assembles a session; load makes the model, nil loads cfg.Model.Path.
@@ -159,6 +189,12 @@ func (g *globals) open(cfg trainer.Config, train bool, log *slog.Logger, load fu
 	}()
 	if s.dev, err = g.device(cfg.Model.Device, cfg.Run.Threads, cfg.Model.Gemm); err != nil {
 		return nil, err
+	}
+	s.note = g.autoNote()
+	if train {
+		if err = checkFits(cfg, s.dev); err != nil {
+			return nil, err
+		}
 	}
 	if s.env, err = openEnv(cfg); err != nil {
 		return nil, err
@@ -187,6 +223,25 @@ func (g *globals) open(cfg trainer.Config, train bool, log *slog.Logger, load fu
 	}
 	s.deps, err = trainer.Assemble(cfg, s.model, s.env, s.pool, trainer.AssembleOptions{Train: train, Log: log})
 	return s, err
+}
+
+// checkFits refuses what does not fit into the memory of a device that has a fixed one.
+func checkFits(cfg trainer.Config, dev *kernels.Device) error {
+	i := dev.Info()
+	if i.Arena == 0 {
+		return nil
+	}
+	b := trainer.DeviceBudget(cfg, i, 0)
+	err := withPlanner(cfg.Model.Path, dev, b.Placement, func(m *model.Config, pl *model.MemoryPlanner) error {
+		return trainer.CheckMemory(cfg, pl, m.NumParams(), b)
+	})
+	switch {
+	case errors.Is(err, trainer.ErrNoFit):
+		return exitError{code: exitNotReady, err: err}
+	case errors.Is(err, model.ErrNoTiny): // a fresh tiny policy is being made, which fits anywhere
+		return nil
+	}
+	return err
 }
 
 // toRun are the options of a policy that is not trained: it computes what training computes.
@@ -227,7 +282,7 @@ func (s *session) describe() string {
 	if a := s.model.Adapter; a != nil {
 		low = fmt.Sprintf(", LoRA rank %d on %s: %d of its own", a.LoRA.Rank, strings.Join(a.LoRA.Targets, " "), s.model.NumTrainable())
 	}
-	return fmt.Sprintf("model %s (%d parameters%s) · device %s in %v, %d threads (%s) · %s, %s back-end", name, s.model.Config.NumParams(), low, i.Name, s.model.Params.DType, i.Threads, i.Build, e.Label, e.Backend)
+	return fmt.Sprintf("model %s (%d parameters%s) · device %s in %v, %d threads (%s)%s · %s, %s back-end", name, s.model.Config.NumParams(), low, i.Name, s.model.Params.DType, i.Threads, i.Build, s.note, e.Label, e.Backend)
 }
 
 // environments by name; later ones plug in here.
