@@ -19,6 +19,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"unsafe"
 )
 
@@ -131,6 +132,7 @@ type driver interface {
 type Device struct {
 	drv    driver
 	poison bool
+	ops    atomic.Int64 // that streams ran
 
 	mu       sync.Mutex
 	live     map[*Buffer]struct{}
@@ -382,6 +384,7 @@ func (d *Device) Workspace(op Op, args unsafe.Pointer) int64 { return d.drv.work
 // On the cpu every call is complete when it returns.
 type Stream struct {
 	drv       driver
+	ops       *atomic.Int64 // the device's
 	h         uintptr
 	err       error
 	capturing bool // a graph
@@ -390,8 +393,11 @@ type Stream struct {
 // NewStream returns an idle stream; one that could not be made has failed already.
 func (d *Device) NewStream() *Stream {
 	h, err := d.drv.newStream()
-	return &Stream{drv: d.drv, h: h, err: err}
+	return &Stream{drv: d.drv, ops: &d.ops, h: h, err: err}
 }
+
+// NumOps is the number of launches on the device's streams so far: ops issued one by one, of one kernel or a few, and the nodes of graphs.
+func (d *Device) NumOps() int64 { return d.ops.Load() }
 
 // Close releases the stream.
 func (s *Stream) Close() {
@@ -422,6 +428,9 @@ func (s *Stream) Fail(err error) {
 // Run runs one op; args points at the op's argument struct. The typed methods in ops.go are the usual way in.
 func (s *Stream) Run(op Op, args unsafe.Pointer) {
 	if s.err == nil {
+		if !s.capturing {
+			s.ops.Add(1)
+		}
 		s.err = s.drv.run(s.h, op, args)
 	}
 }

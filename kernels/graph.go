@@ -49,6 +49,7 @@ func (g *Graph) Nodes() int { return g.nodes }
 // Launch runs a recorded graph after what was issued on s before.
 func (s *Stream) Launch(g *Graph) {
 	if s.open("launch a graph") {
+		s.ops.Add(int64(g.nodes))
 		s.err = s.drv.graphLaunch(s.h, g.h)
 	}
 }
