@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -361,9 +362,12 @@ func must(t *testing.T, err error) {
 
 func TestBenchContracts(t *testing.T) {
 	for cmd, keys := range map[string][]string{
-		"decode --batch 2 --prompt 20 --new 3 --count 1":             {"generate_tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s"},
-		"train --rows 2 --length 20 --count 1":                       {"train_tokens_per_s"},
-		"step --groups 2 --attempts 2 --prompt 20 --new 4 --count 1": {"rollouts_per_s", "gap_max"},
+		"decode --batch 2,1 --ctx 40,7 --steps 2 --count 1":              {"peak_gib"},
+		"prefill --length 20,9 --count 1":                                {"peak_gib"},
+		"train --rows 2 --length 20,8 --recompute none,layers --count 1": {"train_tokens_per_s"},
+		"decode --batch 2 --prompt 20 --new 3 --count 1":                 {"generate_tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s"},
+		"train --rows 2 --length 20 --count 1":                           {"train_tokens_per_s"},
+		"step --groups 2 --attempts 2 --prompt 20 --new 4 --count 1":     {"rollouts_per_s", "gap_max"},
 		"kernels --count 1": {"gemm_64x128x384_gflops"},
 	} {
 		args := append([]string{"bench"}, strings.Fields(cmd)...)
@@ -381,6 +385,31 @@ func TestBenchContracts(t *testing.T) {
 				t.Errorf("%s: no number %q in %v", cmd, k, v)
 			}
 		}
+		benchLines(t, e)
+	}
+}
+
+// benchLines checks that benchstat reads every result: a name, a count and pairs of a number and a unit.
+func benchLines(t *testing.T, text string) {
+	t.Helper()
+	n := 0
+	for line := range strings.Lines(text) {
+		if !strings.HasPrefix(line, "Benchmark") {
+			continue
+		}
+		n++
+		f := strings.Fields(line)
+		bad := len(f) < 4 || len(f)%2 != 0
+		for i := 2; i < len(f) && !bad; i += 2 {
+			v, err := strconv.ParseFloat(f[i], 64)
+			bad = err != nil || !(v >= 0)
+		}
+		if bad {
+			t.Errorf("not a benchmark line: %s", line)
+		}
+	}
+	if n == 0 {
+		t.Errorf("no benchmark lines in\n%s", text)
 	}
 }
 

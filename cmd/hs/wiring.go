@@ -8,7 +8,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"unsafe"
 
 	"harness-s/env"
 	"harness-s/env/dbbench"
@@ -330,18 +329,4 @@ func openPool(cfg trainer.Config) (*harness.Pool, error) {
 		return harness.LoadPool(os.DirFS(filepath.Dir(dir)), filepath.Base(dir))
 	}
 	return harness.StarterPool(cfg.Task.Env)
-}
-
-// gemmScratch allocates the workspace of a product and puts it into a.
-func gemmScratch(dev *kernels.Device, a *kernels.GemmArgs) (*kernels.Buffer, error) {
-	n := dev.Workspace(kernels.OpGemm, unsafe.Pointer(a))
-	if n <= 0 {
-		return nil, nil
-	}
-	b, err := dev.Alloc(n, "bench workspace")
-	if err != nil {
-		return nil, err
-	}
-	a.WS, a.WSBytes = b.Ptr(), b.Bytes()
-	return b, nil
 }
