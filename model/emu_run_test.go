@@ -271,7 +271,7 @@ func TestEmuParity(t *testing.T) {
 func referenceNames() []string { return slices.Sorted(maps.Keys(bf16Noise)) }
 
 // bf16Noise is by how much transformers 5.24 (torch 2.9) in bfloat16 misses the float64 logits of a fixture, relative to their norm.
-var bf16Noise = map[string]float64{"bf16": 0.049, "bigrot": 0.058, "deep12": 0.337, "edges": 0.063, "linearlast": 0.066, "oddheads": 0.056, "threeper": 0.086, "untied": 0.135}
+var bf16Noise = map[string]float64{"bf16": 0.049, "bigrot": 0.058, "deep12": 0.337, "delta16": 0.093, "edges": 0.063, "linearlast": 0.066, "oddheads": 0.056, "threeper": 0.086, "untied": 0.135}
 
 // TestEmuBF16Parity: in bfloat16 the logits of the reference fixtures are as near to float64 as those of transformers in bfloat16: within 1.5
 // times its error, which is what another order of roundings can make of these large random weights. Gradients are finite, and prefill and

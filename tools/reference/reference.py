@@ -49,6 +49,7 @@ CASES = {
     "linearlast": (17, {"num_hidden_layers": 5, "layer_types": [L, F, L, F, L]}, False, "1,3,64,65,130"),
     "bigrot": (18, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
                                          "mrope_section": [2, 1, 1], "mrope_interleaved": True}}, False, "1,15,16,128"),
+    "delta16": (19, {"linear_key_head_dim": 16, "linear_value_head_dim": 16}, False, "1,15,16,17,31,65"),  # widths of the tensor-core delta rule
 }
 
 
