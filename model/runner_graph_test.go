@@ -258,9 +258,9 @@ func TestDecodeLaunches(t *testing.T) {
 	r := must[*Runner](t)(NewRunner(nearModel(t, emuDevice(t), emuConfig(), LoadOptions{DType: kernels.BF16}), RunnerOptions{MaxSeqs: 9, MaxTokens: 512, MaxRows: 16}))
 	t.Cleanup(r.Close)
 	// Tokens, embedding; final norm, head with its draw (two).
-	// Linear: norm, qkv, b, a, conv, delta rule, z, gated norm, out. Full: norm, k, v, q, prep, write, attention, gate, out.
-	// Each with the five of its MLP: norm, gate, up, product, down.
-	const want = 2 + 3 + 3*(9+5) + 1*(9+5)
+	// Linear: norm, projections, conv, delta rule, gated norm, out. Full: norm, projections, prep, write, attention, gate, out.
+	// Each with the three of its MLP: norm, gate and up with their product, down.
+	const want = 2 + 3 + 3*(6+3) + 1*(7+3)
 	for _, n := range []int{1, 2, 9} {
 		if got := must[int](t)(r.DecodeLaunches(n)); got != want {
 			t.Errorf("%d rows: %d launches, want %d", n, got, want)
