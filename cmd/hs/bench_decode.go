@@ -68,7 +68,7 @@ func (c *benchDecode) cell(ctx context.Context, b *bench, batch, at int, several
 	cell := fmt.Sprintf("batch=%d/ctx=%d", batch, at)
 	name := "Decode/model=" + b.name + "/" + cell
 	steps := c.Steps * (b.f.Count + 1)
-	o := model.RunnerOptions{MaxSeqs: batch, MaxTokens: batch * (at + steps + 16), PageSize: 16, MaxRows: max(16, batch)}
+	o := model.RunnerOptions{MaxSeqs: batch, MaxTokens: batch * (at + steps + 16), MaxContext: at + steps + 16, PageSize: 16, MaxRows: max(16, batch)}
 	if err := b.fit(model.Layout{Runner: o, Context: at + steps}, fmt.Sprintf("%d sequences of %d tokens", batch, at)); err != nil {
 		if several && errors.As(err, &exitError{}) {
 			b.skip(name, err)
@@ -93,17 +93,8 @@ func (c *benchDecode) cell(ctx context.Context, b *bench, batch, at int, several
 	}
 	ops, ran := b.dev.NumOps(), 0
 	secs, err := b.time(ctx, func() error {
-		for range c.Steps {
-			got, err := r.Step(ctx, work)
-			if err != nil {
-				return err
-			}
-			for i := range work {
-				work[i].Append[0], work[i].Ctr = got[i].Token, work[i].Ctr+1
-			}
-			ran++
-		}
-		return nil
+		ran += c.Steps
+		return ahead(ctx, r, work, c.Steps)
 	})
 	if err != nil {
 		return err
@@ -117,12 +108,42 @@ func (c *benchDecode) cell(ctx context.Context, b *bench, batch, at int, several
 	return nil
 }
 
+// ahead makes n decode steps as the scheduler does: each is submitted before the tokens of the one before are waited for.
+func ahead(ctx context.Context, r *model.Runner, work []model.Work, n int) error {
+	var before *model.Pending
+	for range n {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		p, err := r.Submit(work)
+		if err != nil {
+			return err
+		}
+		if before != nil {
+			if _, err := before.Wait(); err != nil {
+				return err
+			}
+		}
+		before = p
+		next(work)
+	}
+	_, err := before.Wait()
+	return err
+}
+
+// next makes works feed the tokens that the last step sampled.
+func next(work []model.Work) {
+	for i := range work {
+		work[i].Append, work[i].FromLast, work[i].Ctr = nil, true, work[i].Ctr+1
+	}
+}
+
 // generate computes prompts and samples from them.
 func (c *benchDecode) generate(ctx context.Context, b *bench) error {
 	b.header("tok/s")
 	var out map[string]any
 	for _, batch := range c.Batch {
-		o := model.RunnerOptions{MaxSeqs: batch, MaxTokens: batch * (c.Prompt + c.New + 16), PageSize: 16, MaxRows: max(1024, batch)}
+		o := model.RunnerOptions{MaxSeqs: batch, MaxTokens: batch * (c.Prompt + c.New + 16), MaxContext: c.Prompt + c.New + 16, PageSize: 16, MaxRows: max(1024, batch)}
 		if err := b.fit(model.Layout{Runner: o, Context: c.Prompt + c.New}, fmt.Sprintf("%d sequences of %d tokens", batch, c.Prompt+c.New)); err != nil {
 			return err
 		}
@@ -177,18 +198,13 @@ func (c *benchDecode) once(ctx context.Context, r *model.Runner, prompts [][]int
 		work[i] = model.Work{Seq: id, Append: p, Sample: true, Sampling: model.Sampling{Temperature: 1}, Key: model.Key{Lo: uint64(i), Hi: 7}}
 	}
 	start := time.Now()
-	got, err := r.Step(ctx, work)
-	if err != nil {
+	if _, err := r.Step(ctx, work); err != nil {
 		return 0, 0, err
 	}
 	mid := time.Now()
-	for n := 1; n < c.New; n++ {
-		for i := range work {
-			work[i].Append, work[i].Ctr = []int32{got[i].Token}, uint64(n)
-		}
-		if got, err = r.Step(ctx, work); err != nil {
-			return 0, 0, err
-		}
+	next(work)
+	if err := ahead(ctx, r, work, c.New-1); err != nil {
+		return 0, 0, err
 	}
 	end := time.Now()
 	return mid.Sub(start).Seconds(), end.Sub(mid).Seconds(), r.Reset()
@@ -220,7 +236,7 @@ func (c *benchPrefill) Run(ctx context.Context, g *globals) error {
 	}
 	b.header("tok/s")
 	for _, n := range c.Length {
-		o := model.RunnerOptions{MaxSeqs: c.Batch, MaxTokens: c.Batch * (n + 16), PageSize: 16, MaxRows: max(c.Batch, min(c.Rows, c.Batch*n))}
+		o := model.RunnerOptions{MaxSeqs: c.Batch, MaxTokens: c.Batch * (n + 16), MaxContext: n + 16, PageSize: 16, MaxRows: max(c.Batch, min(c.Rows, c.Batch*n))}
 		cell := fmt.Sprintf("batch=%d/prompt=%d", c.Batch, n)
 		name := "Prefill/model=" + b.name + "/" + cell
 		if err := b.fit(model.Layout{Runner: o, Context: n}, fmt.Sprintf("%d prompts of %d tokens", c.Batch, n)); err != nil {

@@ -111,7 +111,7 @@ type logProbGap struct{ mean, max float64 }
 
 func samplerGap(ctx context.Context, m *model.Model) (logProbGap, error) {
 	const seqs, prompt, fresh = 10, 20, 16
-	r, err := model.NewRunner(m, model.RunnerOptions{MaxSeqs: seqs, MaxTokens: seqs * (prompt + fresh + 16), PageSize: 16, MaxRows: seqs * prompt})
+	r, err := model.NewRunner(m, model.RunnerOptions{MaxSeqs: seqs, MaxTokens: seqs * (prompt + fresh + 16), MaxContext: prompt + fresh + 16, PageSize: 16, MaxRows: seqs * prompt})
 	if err != nil {
 		return logProbGap{}, err
 	}
