@@ -50,7 +50,7 @@ func (e *Error) Unwrap() error { return e.Err }
 type Options struct {
 	Threads int    // 0 = all CPUs, at most 64
 	SIMD    string // "" or "auto", "avx512", "avx2", "scalar"
-	Gemm    string // "" or "own", "openblas"
+	Gemm    string // "" or "own"; cpu: "openblas"; cuda and emu: "mma" (no wgmma), "cublaslt"
 	LibDir  string // where libhs_emu.so and libhs_cuda.so are looked for first; then beside the executable, then in build/
 	// ArenaBytes is the one allocation that buffers are cut from, on cuda and emu. 0 is on cuda all free memory but 4 GiB, or but an eighth
 	// of it where that is less, for cuBLASLt, graphs and the driver's own needs, and elsewhere none: each buffer is an allocation.

@@ -160,7 +160,7 @@ func TestSampleNotFinite(t *testing.T) {
 // a hidden row does not depend on the wave either. Targets share rows across the ends of waves.
 func TestHeadDeviceBits(t *testing.T) {
 	const T, D, V, valid = 37, 48, 333, 321
-	eachEmu(t, func(t *testing.T, r *rig) {
+	eachForm(t, func(t *testing.T, r *rig) {
 		g := rand.New(rand.NewPCG(15, 3))
 		x, w := r.round(randn(g, T*D, 1)), r.round(randn(g, V*D, 0.3))
 		z := r.out32(T * V)
@@ -211,7 +211,7 @@ func TestHeadDeviceBits(t *testing.T) {
 // TestHeadSampleUnstored: without truncation lmhead_sample stores no logits in bf16 and draws what sample draws from stored ones, in every tile
 // shape; a row that truncates all the same has no token.
 func TestHeadSampleUnstored(t *testing.T) {
-	eachEmu(t, func(t *testing.T, r *rig) {
+	eachForm(t, func(t *testing.T, r *rig) {
 		g := rand.New(rand.NewPCG(16, 3))
 		for _, c := range []struct{ rows, D, V, valid int }{{1, 16, 1, 1}, {5, 40, 70, 64}, {16, 33, 65, 65}, {17, 64, 130, 129}, {130, 24, 200, 191}} {
 			x, w := r.round(randn(g, c.rows*c.D, 1)), r.round(randn(g, c.V*c.D, 0.3))

@@ -69,3 +69,17 @@ func eachEmu(t *testing.T, fn func(t *testing.T, r *rig)) {
 		})
 	}
 }
+
+// eachForm is eachEmu once with wgmma and once without.
+func eachForm(t *testing.T, fn func(t *testing.T, r *rig)) {
+	for _, form := range []string{"own", "mma"} {
+		t.Run(form, func(t *testing.T) {
+			eachEmu(t, func(t *testing.T, r *rig) {
+				if err := r.dev.configure("gemm", form); err != nil {
+					t.Fatal(err)
+				}
+				fn(t, r)
+			})
+		})
+	}
+}

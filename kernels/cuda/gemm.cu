@@ -124,7 +124,7 @@ hs_status hs_gemm_configure(const char* value) {
 }
 const char* hs_gemm_name() { return form == LT ? "cublaslt" : form == MMA ? "mma" : "own"; }
 
-static bool by_wgmma(const hs_gemm_group_args* a) { return form != MMA && hs_gemm_wgmma_takes(a); }
+bool hs_gemm_by_wgmma(const hs_gemm_group_args* a) { return form != MMA && hs_gemm_wgmma_takes(a); }
 static hs_gemm_group_args group_of_one(const hs_gemm_args* a) {
   return {a->dtype, a->flags, a->M, a->K, 1, a->a, a->lda, {{a->N, a->b, a->ldb, a->c, a->ldc}}, 0, 0};
 }
@@ -135,7 +135,7 @@ static hs_gemm_args one_of_group(const hs_gemm_group_args* a, int64_t i) {
 
 hs_status hs_gemm_own(cudaStream_t s, const hs_gemm_args* a) {
   const hs_gemm_group_args g = group_of_one(a);
-  return by_wgmma(&g) ? hs_gemm_wgmma(s, &g, false) : gemm_tiled(s, a);
+  return hs_gemm_by_wgmma(&g) ? hs_gemm_wgmma(s, &g, false) : gemm_tiled(s, a);
 }
 static hs_status gemm_any(cudaStream_t s, const hs_gemm_args* a) { return form == LT ? hs_gemm_lt(s, a) : hs_gemm_own(s, a); }
 
@@ -164,7 +164,7 @@ extern "C" hs_status hs_op_gemm_group(cudaStream_t s, const hs_gemm_group_args* 
     const hs_gemm_args one = one_of_group(a, i);
     HS_TRY(gemm_check(&one));
   }
-  if (form != LT && by_wgmma(a)) return hs_gemm_wgmma(s, a, false);
+  if (form != LT && hs_gemm_by_wgmma(a)) return hs_gemm_wgmma(s, a, false);
   for (int64_t i = 0; i < a->n; i++) {
     const hs_gemm_args one = one_of_group(a, i);
     HS_TRY(gemm_any(s, &one));
@@ -177,7 +177,7 @@ static hs_gemm_group_args swiglu_group(const hs_gemm_swiglu_args* a) {
 }
 extern "C" int64_t hs_ws_gemm_swiglu(const hs_gemm_swiglu_args* a) {
   const hs_gemm_group_args g = swiglu_group(a);
-  return a->M <= 0 || a->N <= 0 || (form != LT && by_wgmma(&g)) ? 0 : hs_align(a->M * a->N * hs_sizeof(a->dtype));
+  return a->M <= 0 || a->N <= 0 || (form != LT && hs_gemm_by_wgmma(&g)) ? 0 : hs_align(a->M * a->N * hs_sizeof(a->dtype));
 }
 extern "C" hs_status hs_op_gemm_swiglu(cudaStream_t s, const hs_gemm_swiglu_args* a) {
   HS_NEED(a->x && a->gate && a->up && a->h, "x, gate, up and h are required");
@@ -185,7 +185,7 @@ extern "C" hs_status hs_op_gemm_swiglu(cudaStream_t s, const hs_gemm_swiglu_args
   const hs_gemm_group_args g = swiglu_group(a);
   hs_gemm_args gate = one_of_group(&g, 0), up = one_of_group(&g, 1);
   HS_TRY(gemm_check(&gate));
-  if (form != LT && by_wgmma(&g)) return hs_gemm_wgmma(s, &g, true);
+  if (form != LT && hs_gemm_by_wgmma(&g)) return hs_gemm_wgmma(s, &g, true);
   HS_TRY(gemm_any(s, &gate));
   HS_TRY(gemm_any(s, &up));
   const hs_swiglu_args act = {a->dtype, 0, a->M * a->N, a->h, a->ws, a->h};

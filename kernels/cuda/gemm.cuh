@@ -12,7 +12,10 @@ const char* hs_gemm_name();
 // The product itself, for ops that need one inside (lm_head): "own" or "mma"; checks nothing, needs no ws.
 hs_status hs_gemm_own(cudaStream_t s, const hs_gemm_args* a);
 
-// gemm_wgmma.cu: whether it multiplies these operands (of one form for all sets), and the product; swiglu: of sets 0 (gate) and 1 (up) into
+// Whether "own" or "mma" takes wgmma for these operands: ops with a main loop of their own follow it, so that a matrix always has one form.
+bool hs_gemm_by_wgmma(const hs_gemm_group_args* a);
+
+// gemm_wgmma.cu: whether it can multiply these operands (of one form for all sets), and the product; swiglu: of sets 0 (gate) and 1 (up) into
 // the c of set 0.
 bool hs_gemm_wgmma_takes(const hs_gemm_group_args* a);
 hs_status hs_gemm_wgmma(cudaStream_t s, const hs_gemm_group_args* a, bool swiglu);

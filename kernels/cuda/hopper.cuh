@@ -1,5 +1,5 @@
 // hopper.cuh - what sm_90 adds and the products use: mbarriers, tensor copies by TMA, warpgroup products (wgmma). Raw asm, like common.cuh.
-// Sections are those of the PTX ISA 8.7. Device code that uses it stands inside #if HS_HOPPER; the kernel for other
+// Sections are those of the PTX ISA 9.0. Device code that uses it stands inside #if HS_HOPPER; the kernel for other
 // architectures has an empty body and is never launched.
 //
 // Tiles lie in shared memory as TMA writes them with 128-byte swizzle: lines of 64 bf16 (128 bytes), 8 lines to a pattern of 1024 bytes that
@@ -34,7 +34,7 @@ int hs_hopper_sms();
 // lines of 64 elements; elements outside the matrix arrive as zeros and are not read.
 hs_status hs_tma_matrix(hs_tma* m, const void* base, int64_t rows, int64_t cols, int64_t ld, int box_rows);
 
-// ---- mbarrier (9.7.13.15): a phase completes when `count` arrivals and all expected bytes are in; phases alternate between parity 0 and 1 ----
+// ---- mbarrier.init, .arrive, .try_wait: a phase completes when `count` arrivals and all expected bytes are in; phases alternate between parity 0 and 1 ----
 
 static __device__ __forceinline__ void mbar_init(uint64_t* bar, unsigned count HS_PTX_AT) {
 #ifdef HS_EMU
@@ -77,7 +77,7 @@ static __device__ __forceinline__ void mbar_wait(uint64_t* bar, unsigned parity 
 #endif
 }
 
-// ---- TMA (9.7.9.27): starts copying the box at column x, row y of the matrix to dst (128-byte aligned); its bytes arrive at bar ----
+// ---- TMA (cp.async.bulk.tensor): starts copying the box at column x, row y of the matrix to dst (128-byte aligned); its bytes arrive at bar ----
 static __device__ __forceinline__ void tma_load(void* dst, const hs_tma* m, int x, int y, uint64_t* bar HS_PTX_AT) {
 #ifdef HS_EMU
   hs_emu_tma_load(dst, m, x, y, bar, at);
@@ -119,6 +119,16 @@ template <int groups> static __device__ __forceinline__ void wgmma_wait(HS_PTX_A
   hs_emu_wgmma_wait(groups, at);
 #else
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
+#endif
+}
+
+// setmaxnreg: a warpgroup takes (more) or gives up registers: n per thread, a multiple of 8, of a block that was started with as many
+// in all. Every warp of the warpgroup executes it.
+template <int n, bool more> static __device__ __forceinline__ void set_max_registers() {
+  static_assert(n % 8 == 0 && n >= 24 && n <= 256, "setmaxnreg takes 24 to 256 in steps of 8");
+#ifndef HS_EMU
+  if (more) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n));
+  else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n));
 #endif
 }
 

@@ -1,4 +1,4 @@
-// async.cpp - mbarriers, tensor copies and warpgroup products of the emulator. Contract: ../cuda/hopper.cuh; sections are the PTX ISA's.
+// async.cpp - mbarriers, tensor copies and warpgroup products of the emulator. Contract: ../cuda/hopper.cuh.
 //
 // Everything asynchronous happens as late as a GPU may do it. A copy poisons its destination at once and brings its bytes when all of its phase's
 // copies are there and a thread waits. A product runs when its warpgroup waits for it: it reads its tiles then, so a tile that was released too
