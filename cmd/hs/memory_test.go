@@ -28,7 +28,7 @@ func TestDoctorPlansMemory(t *testing.T) {
 	}
 	for _, want := range []string{"bfloat16 on a GPU of 139.0 GiB; 4.21 billion parameters", "context 4096, 64 slots, 4096 rows per micro-batch, recompute layers",
 		"weights                               7.83      7.83\n", "key-value pages                       8.00         -\n", "gradients                                -     15.67\n",
-		"recurrent states                      3.80         -\n", "headroom", "(5.00 kept free)", "largest that fits               rollout.slots ", "GFLOP forward"} {
+		"recurrent states                      4.51         -\n", "headroom", "(5.00 kept free)", "largest that fits               rollout.slots ", "GFLOP forward"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("no %q in\n%s", want, out)
 		}
