@@ -21,7 +21,7 @@ import (
 
 // smallRun are settings of a run that the emulator gets through: one task of four attempts a step, with contrast in both of two steps.
 func smallRun() (set []string) {
-	for _, s := range []string{"model.dtype=float32", "run.seed=56", "task.per_step=1", "rollout.group=4", "rollout.max_turns=2", "rollout.max_new=40", "rollout.temperature=1.2",
+	for _, s := range []string{"model.dtype=float32", "run.seed=5", "task.per_step=1", "rollout.group=4", "rollout.max_turns=2", "rollout.max_new=40", "rollout.temperature=1.2",
 		"rollout.slots=4", "router.evidence_tasks=0", "rescue.mode=off", "rescue.attempts=2", "rescue.min_group=2", "eval.tasks=1", "eval.attempts=1", "eval.k=1", "task.val=2",
 		"rollout.episode_deadline=1h", "rollout.stall_after=1h", "save.every=1", "optim.lr=1e-3", "model.max_len=512"} {
 		set = append(set, "--set", s)
@@ -73,7 +73,7 @@ func TestEmuTurns(t *testing.T) {
 	first := metricsOf(t, dir, "a")
 	t.Logf("%g trained tokens in step 1, gap %g", first["tokens/trained"], first["gap/max"])
 	if first["tokens/trained"] == 0 || first["gap/max"] != 0 || half == want {
-		t.Errorf("nothing was trained, or sampler and trainer differ by %g", first["gap/max"])
+		t.Errorf("nothing was trained (then another run.seed has contrast), or sampler and trainer differ by %g", first["gap/max"])
 	}
 	if got := train("--run", "a", "--resume", "--from-step", "1"); got != want {
 		t.Errorf("weights %s after going on from step 1, %s without interruption", got, want)
