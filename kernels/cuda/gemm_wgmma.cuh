@@ -95,6 +95,7 @@ __device__ __forceinline__ void wg_consume(const wg_tiles& p, unsigned char* til
       at.template next<S::stages>();
     }
     wgmma_wait<0>();
+    wgmma_arrived(d);
     if (signals) mbar_arrive(empty + before);
     wg_locate(p, t, m, set, n);
     out(d, m * BM + 64 * group, set, n);

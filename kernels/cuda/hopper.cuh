@@ -122,6 +122,15 @@ template <int groups> static __device__ __forceinline__ void wgmma_wait(HS_PTX_A
 #endif
 }
 
+// The compiler may not use d before this point: to stand behind the wait for the products that write it, which asm does not tell.
+template <int W> static __device__ __forceinline__ void wgmma_arrived(float (&d)[W]) {
+#ifndef HS_EMU
+#pragma unroll
+  for (int i = 0; i < W; i++) asm volatile("" : "+f"(d[i])::"memory");
+#else
+  (void)d;
+#endif
+}
 // setmaxnreg: a warpgroup takes (more) or gives up registers: n per thread, a multiple of 8, of a block that was started with as many
 // in all. Every warp of the warpgroup executes it.
 template <int n, bool more> static __device__ __forceinline__ void set_max_registers() {
