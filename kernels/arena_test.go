@@ -97,13 +97,7 @@ func TestArenaModel(t *testing.T) {
 // arenaDevice is the emulator with an arena.
 func arenaDevice(t *testing.T, o Options) *Device {
 	t.Helper()
-	needEmu(t, "libhs_emu.so")
-	o.LibDir = emuDir()
-	d, err := Open("emu", o)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return d
+	return testDevice(t, o)
 }
 
 // TestArenaDevice: buffers of a device with an arena are zero, aligned, never allocations of the driver, and counted like any others.

@@ -8,16 +8,10 @@ import (
 	"unsafe"
 )
 
-// emuDevice opens the emulator without its fault finding.
+// emuDevice opens the emulator without its fault finding, or the GPU in its place.
 func emuDevice(t *testing.T, o Options) *Device {
 	t.Helper()
-	needEmu(t, "libhs_emu.so")
-	o.LibDir = emuDir()
-	d, err := Open("emu", o)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return d
+	return testDevice(t, o)
 }
 
 func alloc(t *testing.T, d *Device, bytes int64) *Buffer {

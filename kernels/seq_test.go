@@ -35,6 +35,10 @@ func newRigOn(t testing.TB, device string, dt DType, o Options) *rig {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return rigOn(t, dev, dt)
+}
+
+func rigOn(t testing.TB, dev *Device, dt DType) *rig {
 	r := &rig{t: t, dev: dev, st: dev.NewStream(), dt: dt}
 	t.Cleanup(r.close)
 	return r

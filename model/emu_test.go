@@ -18,6 +18,9 @@ import (
 // emuDevice opens the emulated CUDA device, or skips the test when its library is missing or older than a kernel's source; one without a kernel for some op fails it.
 func emuDevice(t testing.TB) *kernels.Device { return emuDeviceWith(t, kernels.Options{}) }
 
+// gpuDevice is the GPU of HS_TEST_DEVICE, such as cuda:0, which stands in the emulator's place in a build with the tag gpu; "" = none.
+func gpuDevice() string { return os.Getenv("HS_TEST_DEVICE") }
+
 func emuDeviceWith(t testing.TB, o kernels.Options) *kernels.Device {
 	t.Helper()
 	dir := os.Getenv("HS_LIB_DIR")
@@ -25,6 +28,14 @@ func emuDeviceWith(t testing.TB, o kernels.Options) *kernels.Device {
 		dir = filepath.Join("..", "build")
 	}
 	o.LibDir = dir
+	if gpu := gpuDevice(); gpu != "" {
+		if o.ArenaBytes == 0 {
+			o.ArenaBytes = 512 << 20
+		}
+		d := must[*kernels.Device](t)(kernels.Open(gpu, o))
+		t.Cleanup(func() { check(t, d.Close()) })
+		return d
+	}
 	d, err := kernels.Open("emu", o)
 	if errors.Is(err, kernels.ErrNoDevice) {
 		t.Skipf("%v: make emu", err)
