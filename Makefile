@@ -25,7 +25,7 @@ EMU_OBJ  := $(CU:kernels/cuda/%.cu=build/emu/%.o) build/emu/emu.o build/emu/asyn
 EMU_FLAGS := -x c++ -std=c++17 -O2 -g1 -Wall -Wextra -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wno-unknown-pragmas \
              -Wno-psabi -include kernels/emu/shim.h
 
-.PHONY: help report build gpu gpu-test demo test emu cuda cuda-toolchain cuda-check race vet fmt staticcheck check fuzz reference checkpoints tokenizer-peer tokenizer-speed chat-peer golden tiny bench size clean
+.PHONY: FORCE gpu-check help report build gpu gpu-test demo test emu cuda cuda-toolchain cuda-check race vet fmt staticcheck check fuzz reference checkpoints tokenizer-peer tokenizer-speed chat-peer golden tiny bench size clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -111,6 +111,28 @@ gpu-test: build/gpu/libcuda.so.1 emu ## the gpu build against a stand-in driver,
 	@$(MAKE) --no-print-directory gpu HS=build/gpu/hs
 	$(GPU_ENV) HS_FAKE_DRIVER=1 LD_LIBRARY_PATH=$(CURDIR)/build/gpu go test -tags gpu -run 'TestCUDA' ./kernels
 	tools/gpu-smoke.sh
+	@$(MAKE) --no-print-directory build/gpu-check/commit GPU_CHECK_LIB=build/libhs_emu.so
+	OUT=build/gpu-check-dry HS_GPU_CHECK_DRY=1 tools/gpu-check.sh
+
+# What tools/gpu-check.sh needs on a machine with a GPU, and nothing else: stripped and compressed.
+GPU_CHECK := build/gpu-check
+GPU_CHECK_LIB ?= build/libhs_cuda.so
+build/gpu-check/commit: FORCE
+	@mkdir -p $(GPU_CHECK)
+	@$(MAKE) --no-print-directory gpu HS=$(GPU_CHECK)/hs LDFLAGS='$(LDFLAGS) -s -w'
+	$(GPU_ENV) go test -tags gpu -c -trimpath -ldflags '-s -w' -o $(GPU_CHECK)/kernels.test ./kernels
+	$(GPU_ENV) go test -tags gpu -c -trimpath -ldflags '-s -w' -o $(GPU_CHECK)/model.test ./model
+	strip -o $(GPU_CHECK)/libhs_cuda.so $(GPU_CHECK_LIB)
+	cd $(GPU_CHECK) && gzip -f hs kernels.test model.test libhs_cuda.so
+	rm -rf $(GPU_CHECK)/testdata && cp -r model/testdata $(GPU_CHECK)/testdata
+	@echo "commit $(COMMIT)$$(git diff --quiet HEAD 2>/dev/null || echo ' with changes'), built $$(date -u +%Y-%m-%d)" >$@
+	@du -sh $(GPU_CHECK)
+
+gpu-check: build/libhs_cuda.so build/gpu-check/commit ## build what the check of a GPU needs; with a GPU here also run it (tools/gpu-check.sh, four minutes)
+	@if [ -e /dev/nvidia0 ] || [ -e /dev/nvidiactl ]; then tools/gpu-check.sh; \
+	else echo "no GPU here: on a machine that has one, with build/gpu-check and tools of this tree, type: tools/gpu-check.sh"; fi
+
+FORCE:
 
 demo: build ## train the shipped tiny policy with Harness-S on the embedded database world: SEED=1 RUN=demo-1
 	$(HS) train --preset demo --set run.seed=$(SEED) --run $(RUN) --clean --json
