@@ -2,8 +2,9 @@
 //
 // Everything asynchronous happens as late as a GPU may do it. A copy poisons its destination at once and brings its bytes when all of its phase's
 // copies are there and a thread waits. A product runs when its warpgroup waits for it: it reads its tiles then, so a tile that was released too
-// early is poison, and until then its accumulators are poison too (unless they held a sum before). Products are in order of K, each step
-// rounded to f32. Rows of A that are zero are skipped when B is finite: they would add zeros.
+// early is poison, and until then its accumulators are poison too (unless they held a sum before). A thread that waits for arrivals alone, such
+// as for a tile to be released, goes on at the last of them. Products are in order of K, each step rounded to f32. Rows of A that are zero are
+// skipped when B is finite: they would add zeros.
 #include "emu.h"
 
 #include <cstdarg>
@@ -114,13 +115,13 @@ static void deliver(const tma_copy& c) {
     }
   }
 }
-// Completes the phase when nothing is missing.
-static void settle(mbar& b) {
+// Completes the phase when nothing is missing. Returns one of the threads that waited for it, 0 when none did.
+static hs_emu_thread* settle(mbar& b) {
   const unsigned i = (unsigned)(&b - H.bars);
-  if (b.pending) return;
+  if (b.pending) return 0;
   if (b.queued > b.expected)
     hs_emu_fail("mbarrier %u: copies bring %lld bytes, %lld were expected", i, (long long)b.queued, (long long)b.expected);
-  if (b.expected && (!b.waiters || b.queued < b.expected)) return;
+  if (b.expected && (!b.waiters || b.queued < b.expected)) return 0;
   if (b.queued) {
     unsigned kept = 0;
     for (unsigned c = 0; c < H.ncopies; c++) {
@@ -130,18 +131,26 @@ static void settle(mbar& b) {
     H.ncopies = kept;
   }
   b.pending = b.count, b.expected = b.queued = 0, b.phase++;
-  if (!b.waiters) return;
+  if (!b.waiters) return 0;
   b.waiters = 0;
+  hs_emu_thread* first = 0;
   for (unsigned w = 0; w < 32; w++) {
-    for (uint32_t m = b.waiting[w]; m; m &= m - 1) hs_emu_unpark(hs_emu_thread_at(32 * w + (unsigned)__builtin_ctz(m)));
+    for (uint32_t m = b.waiting[w]; m; m &= m - 1) {
+      hs_emu_thread* t = hs_emu_thread_at(32 * w + (unsigned)__builtin_ctz(m));
+      hs_emu_unpark(t);
+      if (!first) first = t;
+    }
     b.waiting[w] = 0;
   }
+  return first;
 }
 void hs_emu_mbar_arrive(uint64_t* bar, unsigned bytes, hs_emu_at at) {
   mbar& b = find(bar, "mbarrier.arrive", at);
   if (!b.pending) hs_emu_fail("mbarrier.arrive at %s:%d: all %u arrivals of the phase are in", hs_emu_base_name(at.file), at.line, b.count);
   b.pending--, b.expected += bytes;
-  settle(b);
+  const bool copies = b.expected;
+  hs_emu_thread* waited = settle(b);
+  if (waited && !copies) hs_emu_run_now(waited);
 }
 void hs_emu_mbar_wait(uint64_t* bar, unsigned parity, hs_emu_at at) {
   mbar& b = find(bar, "mbarrier.try_wait", at);

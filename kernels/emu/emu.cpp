@@ -260,6 +260,10 @@ void hs_emu_unpark(hs_emu_thread* t) {
   t->waits = 0;
   set_runnable(E.warps[t->warp], 1u << t->lane);
 }
+void hs_emu_run_now(hs_emu_thread* t) {
+  hs_emu_thread* me = hs_emu_cur;
+  go(&me->sp, t);
+}
 hs_emu_thread* hs_emu_thread_at(unsigned i) { return &E.threads[i]; }
 unsigned hs_emu_num_threads() { return E.nthreads; }
 

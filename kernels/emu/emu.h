@@ -6,6 +6,8 @@
 // The running thread waits until another one releases it.
 void hs_emu_park(const char* what, hs_emu_at at);
 void hs_emu_unpark(hs_emu_thread* t);
+// Goes on with thread t, which can run, at once; the running one stays runnable.
+void hs_emu_run_now(hs_emu_thread* t);
 // Thread i of the running block.
 hs_emu_thread* hs_emu_thread_at(unsigned i);
 unsigned hs_emu_num_threads();
