@@ -48,6 +48,7 @@ func TestGemmWgmmaEmu(t *testing.T) {
 // TestGemmForms: which kernel multiplies depends on flags, alignment and the configuration, not on M or N. The kernel is read from the fault of
 // an A that is too short.
 func TestGemmForms(t *testing.T) {
+	needEmu(t, "libhs_emu.so")
 	for _, c := range []struct {
 		form, want string
 		flags      uint32
@@ -137,6 +138,7 @@ func TestGemmSwiGLU(t *testing.T) {
 
 // TestGemmSwiGLUNeeds: without wgmma the op asks for room for the second product, and says so when it is missing.
 func TestGemmSwiGLUNeeds(t *testing.T) {
+	needEmu(t, "libhs_emu.so")
 	r := emuRig(t, BF16, "forward")
 	a := GemmSwiGLUArgs{DType: BF16, M: 3, N: 40, K: 64, X: 1, LDX: 64, Gate: 1, Up: 1, LDW: 64, H: 1}
 	var need []int64
