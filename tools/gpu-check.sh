@@ -22,9 +22,10 @@ trap 'rm -rf "$work"' EXIT
 say() { echo "$*" | tee -a "$log"; }
 
 # Files: binaries are compressed for the journey.
+unxz() { if command -v xz >/dev/null; then xz -dc "$1"; else python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), sys.stdout.buffer)' "$1"; fi; }
 for f in hs kernels.test model.test libhs_cuda.so; do
-  if [ -e "$from/$f.gz" ]; then gzip -dc "$from/$f.gz" >"$work/$f" || exit 1; chmod +x "$work/$f"
-  else echo "no $from/$f.gz. Type: make gpu-check" >&2; exit 1; fi
+  if [ -e "$from/$f.xz" ]; then unxz "$from/$f.xz" >"$work/$f" || exit 1; chmod +x "$work/$f"
+  else echo "no $from/$f.xz. Type: make gpu-check" >&2; exit 1; fi
 done
 cp -r "$from/testdata" "$work/"
 hs=$work/hs
