@@ -93,13 +93,13 @@ type Runner struct {
 	ring   *ring
 	graphs decodeGraphs // nil where the device has none
 
-	steps    int     // submitted
-	inFlight int     // of them not waited for
-	checks   int     // of works
-	ids      []SeqID // scratch of Submit
-	extra    []int
-	pieces   [3][]piece
-	unread   [1]int32
+	steps  int         // submitted
+	issued [2]*Pending // the last one with each half of the ring
+	checks int         // of works
+	ids    []SeqID     // scratch of Submit
+	extra  []int
+	pieces [4][]piece
+	unread [1]int32
 }
 
 type layerWeights struct {

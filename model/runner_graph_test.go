@@ -219,6 +219,42 @@ func TestSubmit(t *testing.T) {
 	})
 }
 
+// TestSubmitFeedsUnsampled: a row that feeds the last token and samples nothing reads it before rows of the same step draw theirs.
+func TestSubmitFeedsUnsampled(t *testing.T) {
+	run := func(t *testing.T, r *Runner, fromLast bool) Sampled {
+		ctx, work := context.Background(), []Work{}
+		for i := range 3 {
+			work = append(work, Work{Seq: acquire(t, r), Append: ids(uint64(i), 5, 97), Sample: true, Sampling: Sampling{Temperature: 1}, Key: Key{Lo: uint64(i)}})
+		}
+		first := must[[]Sampled](t)(r.Step(ctx, work))
+		for i := range work {
+			work[i].Append, work[i].FromLast, work[i].Sample, work[i].Ctr = nil, true, i != 1, 1
+			if !fromLast {
+				work[i].Append, work[i].FromLast = []int32{first[i].Token}, false
+			}
+		}
+		next := must[[]Sampled](t)(r.Step(ctx, work))
+		if next[0].Token == first[1].Token || next[1] != (Sampled{}) {
+			t.Fatalf("tokens %v, then %v: the test needs others", first, next)
+		}
+		return must[[]Sampled](t)(r.Step(ctx, []Work{{Seq: work[1].Seq, Append: []int32{4}, Sample: true, Sampling: Sampling{Temperature: 1}}}))[0]
+	}
+	both := func(t *testing.T, r *Runner) {
+		want := run(t, r, false)
+		check(t, r.Reset())
+		if got := run(t, r, true); got != want {
+			t.Errorf("%v, with tokens that the host sends %v", got, want)
+		}
+	}
+	o := RunnerOptions{MaxSeqs: 4, MaxTokens: 256, MaxRows: 32}
+	t.Run("cpu", func(t *testing.T) { both(t, newTestRunner(t, o)) })
+	eachStorage(t, func(t *testing.T, dev *kernels.Device, l LoadOptions) {
+		r := must[*Runner](t)(NewRunner(nearModel(t, dev, emuConfig(), l), o))
+		t.Cleanup(r.Close)
+		both(t, r)
+	})
+}
+
 func TestSubmitRefusals(t *testing.T) {
 	r := newTestRunner(t, RunnerOptions{MaxSeqs: 3, MaxTokens: 256, MaxContext: 20, MaxRows: 64})
 	a := acquire(t, r)
@@ -236,9 +272,11 @@ func TestSubmitRefusals(t *testing.T) {
 	both.Append = []int32{1}
 	refuse("1 tokens to feed beside the last one", both)
 	q := must[*Pending](t)(r.Submit([]Work{last}))
-	refuse("2 are under way", last)
-	_ = must[[]Sampled](t)(p.Wait())
+	const late = "nobody has waited for the step before the last"
+	refuse(late, last)
 	_ = must[[]Sampled](t)(q.Wait())
+	refuse(late, last) // p's results are still to be read
+	_ = must[[]Sampled](t)(p.Wait())
 	_ = must[[]Sampled](t)(r.Step(context.Background(), []Work{{Seq: a, Append: []int32{1, 2}}}))
 	refuse("sampled no token for sequence 0", last)
 	_ = must[[]Sampled](t)(r.Step(context.Background(), []Work{one}))

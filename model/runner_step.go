@@ -9,9 +9,6 @@ import (
 	"harness-s/kernels"
 )
 
-// maxInFlight is the number of steps that may be under way: the one that is waited for and one beyond it.
-const maxInFlight = 2
-
 // Pending is a submitted step.
 type Pending struct {
 	r     *Runner
@@ -41,10 +38,10 @@ func (r *Runner) Step(ctx context.Context, work []Work) ([]Sampled, error) {
 }
 
 // Submit issues a step and returns, where the device runs by itself, before it has run. The next step may be submitted before Wait, one with
-// Work.FromLast for instance; a third has to wait for the first. work is not kept. Errors: Step's.
+// Work.FromLast for instance; a third has to wait for the first, whose results lie where its own would. work is not kept. Errors: Step's.
 func (r *Runner) Submit(work []Work) (*Pending, error) {
-	if r.inFlight == maxInFlight {
-		return nil, fmt.Errorf("submit sampler step: %d are under way, wait for the first", maxInFlight)
+	if p := r.issued[r.ring.cur]; p != nil && !p.over {
+		return nil, errors.New("submit sampler step: nobody has waited for the step before the last, whose results it would take the place of")
 	}
 	if err := r.usable(); err != nil {
 		return nil, err
@@ -79,7 +76,7 @@ func (r *Runner) Submit(work []Work) (*Pending, error) {
 	if err := r.st.Err(); err != nil {
 		return nil, fmt.Errorf("sampler step of %d works: %w", len(work), err)
 	}
-	r.inFlight++
+	r.issued[p.half] = p
 	return p, nil
 }
 
@@ -87,7 +84,6 @@ func (r *Runner) Submit(work []Work) (*Pending, error) {
 func (p *Pending) Wait() ([]Sampled, error) {
 	if !p.over {
 		p.over = true
-		p.r.inFlight--
 		if p.out, p.err = p.collect(); p.err != nil {
 			p.r.st.Fail(p.err)
 		}
@@ -156,8 +152,9 @@ func (r *Runner) checkWork(work []Work) error {
 
 // split cuts works into passes of at most MaxRows rows. Where a long append is cut, and which kernels a row goes through, depends on
 // its own append only, so that a row's bits do not depend on its company. Rows of decode are the first pass, alone where they run as a graph.
+// Only rows that read the last token and sample nothing come before it, since what is sampled takes the place of what they read.
 func (r *Runner) split(work []Work) [][]piece {
-	pure, one, many := r.pieces[0][:0], r.pieces[1][:0], r.pieces[2][:0]
+	read, pure, one, many := r.pieces[0][:0], r.pieces[1][:0], r.pieces[2][:0], r.pieces[3][:0]
 	for i := range work {
 		w := &work[i]
 		pos, ids := r.cache.seqs[w.Seq].len, w.Append
@@ -168,6 +165,8 @@ func (r *Runner) split(work []Work) [][]piece {
 			end := min(at+r.opt.MaxRows, len(ids))
 			p := piece{work: i, seq: w.Seq, ids: ids[at:end], pos: pos + at, decode: len(ids) == 1, sample: w.Sample && end == len(ids)}
 			switch {
+			case w.FromLast && !w.Sample:
+				read = append(read, p)
 			case r.graphs != nil && w.pure():
 				pure = append(pure, p)
 			case p.decode:
@@ -177,10 +176,12 @@ func (r *Runner) split(work []Work) [][]piece {
 			}
 		}
 	}
-	r.pieces = [3][]piece{pure, one, many}
+	r.pieces = [4][]piece{read, pure, one, many}
 	var out [][]piece
-	if len(pure) > 0 {
-		out = append(out, pure)
+	for _, list := range [][]piece{read, pure} {
+		if len(list) > 0 {
+			out = append(out, list)
+		}
 	}
 	var cur []piece
 	rows := 0
