@@ -280,16 +280,21 @@ func (e emitter) pointwise(o *op, in [][]valueID, out []valueID, acc []bool) *re
 	return r
 }
 
-// headChunk is how many rows of logits the head holds at a time: 2 MiB of float32 for a small vocabulary, at least 64 rows for a large one so
-// that the weights are not streamed for a handful of rows.
-func headChunk(vocab int64) int64 { return min(max(8<<20/vocab, 64), 512) }
+// headChunk is how many rows of logits the head holds at a time: in bfloat16, on a GPU, enough for its products to be bound by arithmetic (gpu.md
+// 6.7); else 2 MiB of float32 for a small vocabulary, at least 64 rows for a large one so that the weights are not streamed for a handful of rows.
+func headChunk(vocab int64, dt kernels.DType) int64 {
+	if dt == kernels.BF16 {
+		return waveRows
+	}
+	return min(max(8<<20/vocab, 64), 512)
+}
 
 func (e emitter) head(o *op, in [][]valueID, out []valueID) *record {
 	g := e.geo
 	r := &record{label: o.label}
 	mul := 2.0
 	if o.kind == kLMHead {
-		a := &kernels.LMHeadArgs{DType: e.dtype, D: g.D, V: g.V, VocabValid: e.valid, Chunk: headChunk(g.V), Temperature: e.temp}
+		a := &kernels.LMHeadArgs{DType: e.dtype, D: g.D, V: g.V, VocabValid: e.valid, Chunk: headChunk(g.V, e.dtype), Temperature: e.temp}
 		r.op, r.args = kernels.OpLMHead, unsafe.Pointer(a)
 		r.rows(&a.T)
 		r.size(&a.N, leadTargets, 1)
@@ -305,7 +310,7 @@ func (e emitter) head(o *op, in [][]valueID, out []valueID) *record {
 		if mul = 6; out[1] == none {
 			mul = 4
 		}
-		a := &kernels.LMHeadBwdArgs{DType: e.dtype, D: g.D, V: g.V, VocabValid: e.valid, Chunk: headChunk(g.V), Temperature: e.temp}
+		a := &kernels.LMHeadBwdArgs{DType: e.dtype, D: g.D, V: g.V, VocabValid: e.valid, Chunk: headChunk(g.V, e.dtype), Temperature: e.temp}
 		r.op, r.args = kernels.OpLMHeadBwd, unsafe.Pointer(a)
 		r.rows(&a.T)
 		r.size(&a.N, leadTargets, 1)

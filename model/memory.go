@@ -392,7 +392,7 @@ func (pl *MemoryPlanner) planned(f *Footprint, prog *Program, o ExecOptions) {
 	r := prog.room(pl.dev, o)
 	ws := Line{Name: LineWorkspace, Bytes: r.ws}
 	if !pl.native() {
-		ws = Line{Name: LineLogitsWave, Bytes: waveRows * int64(pl.cfg.VocabSize) * 2}
+		ws = Line{Name: LineLogitsWave, Bytes: waveRows * int64(pl.cfg.VocabSize) * 4}
 	}
 	for _, l := range []Line{{Name: LineBatch, Bytes: r.batch}, {Name: LineNorms, Bytes: r.norms}, {Name: LineActs, Bytes: r.acts}, {Name: LineForest, Bytes: r.forest}, ws} {
 		f.buffer(Training, l)
