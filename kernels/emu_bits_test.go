@@ -239,3 +239,97 @@ func TestHeadSampleUnstored(t *testing.T) {
 		}
 	})
 }
+
+// unstored draws from given logits, which are bfloat16 numbers, by lmhead_sample without truncation: the hidden row is the first unit vector.
+func (r *rig) unstored(V, valid int, z []float64, rows []SampleRow) (tok []int32, logp, ent []float64) {
+	const D = 16
+	x, w := make([]float64, len(rows)*D), make([]float64, V*D)
+	for i := range rows {
+		x[i*D] = 1
+	}
+	for i := range z {
+		w[i*D] = z[i]
+	}
+	return r.lmheadSample(V, valid, D, x, w, rows, 0)
+}
+
+// TestHeadSampleExtremes: logits that are equal, near the ends of float32's range or minus infinity, alone in a tile or beside others, and ids
+// beyond the valid ones that would win: log-prob, entropy and, at temperature 0, the token are those of float64.
+func TestHeadSampleExtremes(t *testing.T) {
+	inf, odd := math.Inf(-1), func(i int) float64 { return float64(1 - 2*(i%2)) }
+	big := func(x float32) float64 { return float64(FromBF16(ToBF16(x))) }
+	r := emuRig(t, BF16, "forward")
+	defer r.close()
+	for name, z := range map[string]func(i int) float64{
+		"equal": func(int) float64 { return 3 }, "1e30": func(i int) float64 { return big(1e30) * odd(i) }, "-1e30": func(int) float64 { return big(-1e30) },
+		"3e38": func(i int) float64 { return big(3e38) * odd(i) }, "3e38 by tiles": func(i int) float64 { return big(3e38) * odd(i/64) },
+		"infinities": func(i int) float64 { return []float64{float64(i % 5), inf, inf}[i%3] }, "a tile of infinities": func(i int) float64 { return []float64{inf, 1}[min(i/64, 1)] + big(0.5)*odd(i) },
+	} {
+		for _, valid := range []int{65, 129, 130} {
+			for _, temp := range []float32{0, 1e-4, 1, 1e30} {
+				if temp == 1e-4 && name[0] == '3' {
+					continue // infinite after the division
+				}
+				row, V := make([]float64, 200), 200
+				for i := range row {
+					if row[i] = big(3e38); i < valid {
+						row[i] = z(i)
+					}
+				}
+				rows := make([]SampleRow, 18)
+				for i := range rows {
+					rows[i] = SampleRow{KeyLo: 7, Ctr: uint64(i), Temperature: temp, TopP: 1}
+				}
+				tok, logp, ent := r.unstored(V, valid, row, rows)
+				// The maximum is taken off before the logarithm is added, which would be lost in it.
+				lp, top, sum, want := slices.Clone(row[:valid]), slices.Max(row[:valid]), 0.0, 0.0
+				for i := range lp {
+					if lp[i] -= top; temp > 0 {
+						lp[i] /= float64(temp)
+					}
+					sum += math.Exp(lp[i])
+				}
+				for i := range lp {
+					if lp[i] -= math.Log(sum); math.Exp(lp[i]) > 0 {
+						want -= math.Exp(lp[i]) * lp[i]
+					}
+				}
+				for i, k := range tok {
+					if k < 0 || int(k) >= valid || !(lp[k] > -40) || temp == 0 && int(k) != slices.Index(lp, slices.Max(lp)) || math.Abs(logp[i]-lp[k]) > 1e-5 || !(math.Abs(ent[i]-want) < 1e-5) {
+						t.Fatalf("%s, %d valid, temperature %g: token %d, log-prob %g, entropy %g; want entropy %g", name, valid, temp, k, logp[i], ent[i], want)
+					}
+				}
+				r.free()
+			}
+		}
+	}
+}
+
+// TestHeadSampleDistribution is a chi-square test with fixed keys of what lmhead_sample draws without storing logits.
+func TestHeadSampleDistribution(t *testing.T) {
+	const V, valid, n, rounds = 100, 90, 130, 100
+	r := emuRig(t, BF16, "forward")
+	defer r.close()
+	z := r.round(randn(rand.New(rand.NewPCG(8, 8)), V, 1))
+	var count [valid]float64
+	for round := range rounds {
+		rows := make([]SampleRow, n)
+		for i := range rows {
+			rows[i] = SampleRow{KeyLo: 0x1234567890abcdef, KeyHi: uint64(round), Ctr: uint64(i), Temperature: 0.7, TopP: 1}
+		}
+		tok, _, _ := r.unstored(V, valid, z, rows)
+		for _, k := range tok {
+			count[k]++
+		}
+		r.free()
+	}
+	lp, _, _ := naiveSoftmax(z[:valid], float64(float32(0.7)))
+	var chi float64
+	for k := range valid {
+		want := n * rounds * math.Exp(lp[k])
+		chi += (count[k] - want) * (count[k] - want) / want
+	}
+	if chi > 136 { // 99.9 % point of chi-square with 89 degrees of freedom
+		t.Errorf("chi-square %.1f over %d ids", chi, valid)
+	}
+}

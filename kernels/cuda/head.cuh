@@ -183,7 +183,7 @@ static __device__ __forceinline__ head_stats merge_parts(const head_part* part, 
     const head_part p = part[i];
     const float d = p.max == ninf ? 0.0f : __fsub_rn(p.max, r.max), w = head_exp(d);
     sum += (double)p.sum * (double)w;
-    dot += ((double)p.dot + (double)p.sum * (double)d) * (double)w;
+    dot += ((double)p.dot + (double)p.sum * (d > -1000.0f ? (double)d : -1000.0)) * (double)w;   // as in a tile: 0 times minus infinity is not 0
   }
   sum = block_sum(sum), dot = block_sum(dot);
   r.lnsum = sum > 0 ? head_log((float)sum) : __int_as_float(0x7fffffff);
