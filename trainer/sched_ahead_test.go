@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"harness-s/env/harness"
@@ -233,6 +234,73 @@ func TestAheadOnEmu(t *testing.T) {
 				t.Errorf("ahead %t, tight %t:\n%s\nwant\n%s", ahead, tight, got, want)
 			}
 			t.Logf("ahead %t, tight %t: %d steps, %d preempted", ahead, tight, st.Steps, st.Preempted)
+		}
+	}
+}
+
+// Three groups whose prompts do not fit together, nor some of them beside a fork: every session ends, with the tokens of prompts that nobody
+// shares, and what others abandon half-way changes nothing.
+func TestSchedulerSharesTightly(t *testing.T) {
+	const n, group = 12, 3
+	play := func(s Sampler, r *fakeRunner, share int) []string {
+		out := make([]string, n)
+		cuts := map[model.Key]context.CancelFunc{}
+		r.fail = func(step int) error {
+			if step > 5000 {
+				return errors.New("no end")
+			}
+			return nil
+		}
+		mix := mixing(40)
+		var mu sync.Mutex
+		r.pick = func(ids []int32, w model.Work) int32 {
+			mu.Lock()
+			defer mu.Unlock()
+			if cut := cuts[w.Key]; cut != nil && w.Ctr == 2 {
+				cut()
+			}
+			return mix(ids, w)
+		}
+		err := withSched(t, s, SchedOptions{Stop: []int32{schedStop}, MaxContext: 100, ChunkRows: 16}, func(s *Scheduler) {
+			err := each(t.Context(), n, func(ctx context.Context, i int) error {
+				if i%4 == 3 { // begins, and leaves its prompt to the others
+					cut, cancel := context.WithCancel(ctx)
+					defer cancel()
+					key := harness.RNGKey{Task: "left", Attempt: i}
+					mu.Lock()
+					cuts[KeyOf(key)] = cancel
+					mu.Unlock()
+					ses := s.Open(Kind(i)%numKinds, model.Sampling{Temperature: 1}, share)
+					_, err := ses.Generate(cut, harness.Request{Append: make([]int32, 30), MaxNew: 30, Key: key})
+					ses.Close()
+					if err != nil && !errors.Is(err, context.Canceled) {
+						return err
+					}
+				}
+				c, err := talk(ctx, s, i, i%group, share, []schedTurn{{30 + 11*(i%group), 20, false}, {i % 3, 9, false}})
+				out[i] = fmt.Sprint(c)
+				return err
+			})
+			if err != nil {
+				t.Errorf("%d slots, %d pages, %d share: %v", r.maxSeqs, len(r.refs), share, err)
+			}
+		})
+		if err != nil {
+			t.Error(err)
+		}
+		return out
+	}
+	for pages := 4; pages <= 9; pages++ {
+		alone := newFakeRunner(64, 16*pages, nil)
+		want := play(alone, alone, 1)
+		for slots := 1; slots <= 5 && !t.Failed(); slots++ {
+			a, b := newFakeRunner(slots, 16*pages, nil), newFakeRunner(slots, 16*pages, nil)
+			if got := play(a, a, 4); !slices.Equal(got, want) {
+				t.Errorf("%d slots, %d pages:\n%v\nwant\n%v", slots, pages, got, want)
+			}
+			if got := play(&aheadFake{fakeRunner: b}, b, 4); !slices.Equal(got, want) {
+				t.Errorf("ahead, %d slots, %d pages:\n%v\nwant\n%v", slots, pages, got, want)
+			}
 		}
 	}
 }

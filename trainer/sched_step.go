@@ -211,19 +211,20 @@ func (s *Scheduler) begin(f *flight, t *Session) (bool, error) {
 			return false, err
 		}
 		if ok {
-			f.pages = s.freeAfter(f)
 			t.id, t.held, t.fed, t.next, t.wait = id, true, pre.fed, len(pre.pieces), nil
 			t.rebuild = true
 			s.stats.SharedTokens += pre.fed
 			if pre.left--; pre.left <= 0 {
 				s.dropPrefix(pre)
 			}
+			f.pages = s.freeAfter(f)
 			return true, nil
 		}
 		if !force {
 			return false, nil
 		}
 		s.dropPrefix(pre) // prompt and fork do not fit together
+		f.pages = s.freeAfter(f)
 	}
 	t.rebuild = true
 	id, ok, err := s.take(f, s.r.Acquire, s.r.PagesFor(len(t.ids)), t, force)
@@ -309,7 +310,7 @@ func (s *Scheduler) makeRoom(f *flight, need int, t *Session, force bool) bool {
 
 // evict frees one sequence that is not part of the plan: a shared prompt nobody
 // waits for; with force also the latest idle session, the latest session that
-// comes after t, or any other shared prompt.
+// comes after t, or a shared prompt that only those wait for.
 func (s *Scheduler) evict(f *flight, t *Session, force bool) bool {
 	if pre := s.unused(f, t, false); pre != nil {
 		s.dropPrefix(pre)
@@ -344,15 +345,17 @@ func (s *Scheduler) evict(f *flight, t *Session, force bool) bool {
 	return true
 }
 
-// unused is the latest shared prompt that the plan does not use and t does not
-// wait for; unless any is set, nobody else may wait for it either.
+// unused is the latest shared prompt that the plan does not use and nobody waits
+// for; with any set, nobody who comes before t, nor t itself. So the most urgent
+// session keeps its prompt until it forks it, and there is always one that goes on.
 func (s *Scheduler) unused(f *flight, t *Session, any bool) *prefix {
+	waiting := s.active
+	if any {
+		waiting = waiting[:slices.Index(waiting, t)+1]
+	}
 	for i := len(s.prefixes) - 1; i >= 0; i-- {
 		pre := s.prefixes[i]
-		if !pre.held || pre == t.wait || pre.plan == f.plan {
-			continue
-		}
-		if any || !slices.ContainsFunc(s.active, func(c *Session) bool { return c.wait == pre }) {
+		if pre.held && pre.plan != f.plan && !slices.ContainsFunc(waiting, func(c *Session) bool { return c.wait == pre }) {
 			return pre
 		}
 	}
