@@ -319,3 +319,52 @@ func TestRegionReopens(t *testing.T) {
 		t.Error("a sampler of another size gives other tokens")
 	}
 }
+
+// TestRegionSpareRows: after a switch, which leaves NaN in every cache, page and state, batches that fill no bucket sample what their sequences
+// do one by one, without graphs and in memory of their own.
+func TestRegionSpareRows(t *testing.T) {
+	for _, o := range []LoadOptions{{Train: true}, {DType: kernels.BF16, Train: true, Optim: hilo}} {
+		t.Run(o.DType.String(), func(t *testing.T) {
+			opt, ex := RunnerOptions{MaxSeqs: 20, MaxTokens: 20 * 64, MaxContext: 64, MaxRows: 200}, sharing.exec
+			apart := must[*Model](t)(NewRandom(emuConfig(), emuDevice(t), 7, o))
+			defer apart.Close()
+			one := must[*Runner](t)(NewRunner(apart, opt))
+			defer one.Close()
+			one.graphs = nil
+			o.Shared = true
+			m := must[*Model](t)(NewRandom(emuConfig(), emuDeviceWith(t, kernels.Options{Poison: true}), 7, o))
+			defer m.Close()
+			g := must[*Region](t)(m.Share(opt, ex, 64))
+			r := must[*Runner](t)(NewRunner(m, opt))
+			defer r.Close()
+			for _, n := range []int{3, 5, 9, 17} {
+				check(t, r.Reset())
+				check(t, g.Enter(Training))
+				check(t, g.Enter(Rollout))
+				play := func(r *Runner, first, n int) (all []Sampled) {
+					var work []Work
+					for i := first; i < first+n; i++ {
+						work = append(work, Work{Seq: acquire(t, r), Append: ids(uint64(i), []int{1, 17, 15}[i%3], 256), Sample: true, Sampling: Sampling{Temperature: 1}, Key: Key{Lo: uint64(i)}})
+					}
+					for range 4 {
+						got := must[[]Sampled](t)(r.Step(context.Background(), work))
+						for i, s := range got {
+							work[i].Append, work[i].Ctr = []int32{s.Token}, work[i].Ctr+1
+						}
+						all = append(all, got...)
+					}
+					return all
+				}
+				got := play(r, 0, n)
+				for i := range n {
+					check(t, one.Reset())
+					for k, want := range play(one, i, 1) {
+						if got[k*n+i] != want {
+							t.Fatalf("token %d of sequence %d of %d: %v, alone %v", k, i, n, got[k*n+i], want)
+						}
+					}
+				}
+			}
+		})
+	}
+}
