@@ -233,11 +233,11 @@ func (s *Scheduler) Exclusive(ctx context.Context, f func() error) error {
 		}
 		s.prefixes = nil
 		if err := s.drain(); err != nil {
-			res <- err
+			res <- &EngineError{Err: err}
 			return
 		}
 		if err := s.r.Reset(); err != nil {
-			res <- err
+			res <- &EngineError{Err: err}
 			return
 		}
 		res <- f()

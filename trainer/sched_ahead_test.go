@@ -9,6 +9,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"harness-s/env/harness"
 	"harness-s/kernels"
@@ -155,6 +157,40 @@ func TestAheadInFlight(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A step that nobody's tokens come from any more fails while the device is handed over: that is the engine's failure.
+func TestExclusiveAfterLostStep(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dead, lost := errors.New("device lost"), false
+		r := &aheadFake{fakeRunner: newFakeRunner(4, 4096, func([]int32, model.Work) int32 { return 1 })}
+		r.delay = time.Millisecond
+		r.late = func(int) error {
+			if lost {
+				return dead
+			}
+			return nil
+		}
+		_ = withSched(t, r, SchedOptions{MaxContext: 4000}, func(s *Scheduler) {
+			ctx, cancel := context.WithCancel(t.Context())
+			ses, res := s.Open(KindEval, model.Sampling{}, 1), make(chan error)
+			go func() { _, _ = ses.Generate(ctx, harness.Request{Append: []int32{1}, MaxNew: 3000}) }()
+			time.Sleep(10 * time.Millisecond)
+			if err := s.do(ctx, func() {
+				lost = s.flight != nil
+				s.drop(ses)
+				go func() { res <- s.Exclusive(ctx, func() error { return nil }) }()
+				synctest.Wait() // it is the next that Run does
+			}); err != nil {
+				t.Fatal(err)
+			}
+			var e *EngineError
+			if err := <-res; !lost || !errors.Is(err, dead) || !errors.As(err, &e) {
+				t.Errorf("lost %t: %v", lost, err)
+			}
+			cancel()
+		})
+	})
 }
 
 // On the emulated device with its graphs, sessions one step behind sample the tokens and log-probs of sessions whose every step is waited for, with
