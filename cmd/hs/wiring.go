@@ -96,11 +96,6 @@ func (f storageFlag) options(g *globals, train bool) model.LoadOptions {
 	return model.LoadOptions{DType: dt, Train: train, Optim: model.Recipe{HiLo: train && dt == kernels.BF16}}
 }
 
-// openModel loads a checkpoint directory, or the shipped tiny checkpoint for "".
-func (g *globals) openModel(dir string, o model.LoadOptions) (*kernels.Device, *model.Model, error) {
-	return g.openWith(func(dev *kernels.Device) (*model.Model, error) { return loadStored(dir, dev, o) })
-}
-
 // openAdapted loads a checkpoint with an adapter, "" = none, for commands that run the merged weights.
 func (g *globals) openAdapted(dir, adapter string, o model.LoadOptions) (*kernels.Device, *model.Model, error) {
 	return g.openWith(func(dev *kernels.Device) (*model.Model, error) { return loadAdapted(dir, adapter, dev, o) })
