@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -157,6 +158,46 @@ func TestAheadInFlight(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A weight that is no number ends the run of sessions one step behind with that error, whoever asks.
+func TestAheadNotFinite(t *testing.T) {
+	m := emuModel(t, kernels.Options{}, model.LoadOptions{DType: kernels.BF16})
+	r, err := model.NewRunner(m, model.RunnerOptions{MaxSeqs: 6, MaxTokens: 2000, MaxContext: 300, MaxRows: 64})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	v, err := m.Params.Master(model.EmbedName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	failed := func(err error) {
+		t.Helper()
+		var e *EngineError
+		if !errors.Is(err, model.ErrNonFinite) || !errors.As(err, &e) {
+			t.Errorf("got %v", err)
+		}
+	}
+	failed(withSched(t, SamplerOf(r, m.Dev), SchedOptions{MaxContext: 300}, func(s *Scheduler) {
+		if _, err := talk(t.Context(), s, 9, 0, 1, []schedTurn{{10, 5, false}}); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Exclusive(t.Context(), func() error {
+			v[7*m.Config.Hidden] = float32(math.NaN())
+			return m.Params.WriteF32(model.Weights, model.EmbedName, v)
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if err := each(t.Context(), 5, func(ctx context.Context, i int) error {
+			_, err := talk(ctx, s, i, 0, 1, []schedTurn{{10, 200, false}})
+			failed(err)
+			return nil
+		}); err != nil {
+			t.Error(err)
+		}
+		failed(s.Exclusive(t.Context(), func() error { return nil }))
+	}))
 }
 
 // A step that nobody's tokens come from any more fails while the device is handed over: that is the engine's failure.
