@@ -6,7 +6,7 @@ import "errors"
 var (
 	ErrNoTokenizer = errors.New("no tokenizer.json")
 	ErrNoTiny      = errors.New("the embedded tiny checkpoint is not in this build")
-	ErrNonFinite   = errors.New("non-finite weight")
+	ErrNonFinite   = errors.New("non-finite value")
 	ErrTruncated   = errors.New("file is truncated")
 )
 

@@ -146,6 +146,7 @@ func NewRunner(m *Model, o RunnerOptions) (*Runner, error) {
 	}
 	r := &Runner{m: m, st: m.Dev.NewStream(), opt: o, dt: m.Params.DType, valid: m.ValidVocab(), mem: mem}
 	if r.cache, err = newPageCache(cfg, m.Dev, mem, r.st, r.dt, o.MaxSeqs, o.numPages(), o.PageSize); err != nil {
+		r.Close()
 		return nil, err
 	}
 	if err = r.allocate(); err != nil {
