@@ -1,5 +1,8 @@
 // pointwise.cu - copy, add, SwiGLU and RMSNorm, forward and backward.
 // T rows, D columns. A row belongs to one block, and which thread sums which column depends on D alone: a row's bits depend on the row.
+// Floors on an H200 at 4.3 TB/s, bf16, T = 16k, sizes of the 4B: RMSNorm 4 bytes an element, D = 2560: 39 us (gpu.md 6.2 counts it with the
+// residual's addition, which is in the product before it: 78 us); backward about 10 bytes: 98 us; SwiGLU 6 bytes, I = 9216: 211 us, backward 10
+// bytes: 351 us. Expected: 1.1 to 1.2 times that. Unmeasured.
 #include "common.cuh"
 
 static const int elem_threads = 256, norm_threads = 256;
