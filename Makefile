@@ -123,7 +123,7 @@ build/gpu-check/commit: FORCE
 	$(GPU_ENV) go test -tags gpu -c -trimpath -ldflags '-s -w' -o $(GPU_CHECK)/kernels.test ./kernels
 	$(GPU_ENV) go test -tags gpu -c -trimpath -ldflags '-s -w' -o $(GPU_CHECK)/model.test ./model
 	strip -o $(GPU_CHECK)/libhs_cuda.so $(GPU_CHECK_LIB)
-	cd $(GPU_CHECK) && xz -T0 -2 -f hs kernels.test model.test libhs_cuda.so
+	cd $(GPU_CHECK) && xz -T0 -2 -f kernels.test model.test libhs_cuda.so hs
 	rm -rf $(GPU_CHECK)/testdata && cp -r model/testdata $(GPU_CHECK)/testdata
 	@echo "commit $(COMMIT)$$(git diff --quiet HEAD 2>/dev/null || echo ' with changes'), built $$(date -u +%Y-%m-%d)" >$@
 	@du -sh $(GPU_CHECK)

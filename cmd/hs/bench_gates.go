@@ -128,7 +128,7 @@ func (c *benchGates) Run(g *globals) error {
 		all = append(all, rs...)
 	}
 	if len(all) == 0 {
-		return exitError{code: exitUsage, err: &trainer.Error{Op: "read results", Err: errors.New("no JSON line of hs bench in the files"), Hint: "hs bench decode --like 4b --json > decode.json"}}
+		return exitError{code: exitUsage, err: &trainer.Error{Op: "read results", Err: errors.New("no results of hs bench --json"), Hint: "hs bench decode --like 4b --json > decode.json"}}
 	}
 	rows, missed := judge(all), 0
 	w := tabwriter.NewWriter(g.people(), 0, 0, 2, ' ', 0)
