@@ -274,16 +274,7 @@ HS_INLINE VR FN(race)(VR x) {
   VI e = i >> 23;
   VR f = vsel(e == 0, -x, (VR)((VI)y - (e << 23)) - vset1(1.0f));
   VR ef = __builtin_convertvector(e, VR);
-  VR s = f / (f + vset1(2.0f));
-  VR z = s * s;
-  VR h = vset1(0.5f) * f * f;
-  VR p = vset1(2.0f / 9);
-  p = vfma(p, z, vset1(2.0f / 7));
-  p = vfma(p, z, vset1(2.0f / 5));
-  p = vfma(p, z, vset1(2.0f / 3));
-  p = p * z;
-  VR q = h - (s * (h + p) + ef * vset1(1.42860677e-6f));
-  return -(ef * vset1(0.693145752f) - (q - f));
+  return -vlogsum(ef, f);
 #endif
 }
 

@@ -29,6 +29,7 @@
 #undef vhmax
 #undef vexp
 #undef vlog
+#undef vlogsum
 #undef vsigmoid
 #undef vsqrt
 #undef vsel

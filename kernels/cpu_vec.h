@@ -57,6 +57,7 @@
 #define vhmax FN(hs_vhmax)
 #define vexp FN(hs_vexp)
 #define vlog FN(hs_vlog)
+#define vlogsum FN(hs_vlogsum)
 #define vsigmoid FN(hs_vsigmoid)
 #define vdot FN(hs_vdot)
 
@@ -191,14 +192,8 @@ HS_INLINE VR vexp(VR x) {
   VI n2 = ni - n1;
   return p * (VR)((n1 + 127) << 23) * (VR)((n2 + 127) << 23);
 }
-// log(x) = e ln2 + log(1+f), 1+f in [sqrt(1/2), sqrt(2)); log(1+f) = 2 atanh(s), s = f/(2+f), arranged so that f enters exactly.
-HS_INLINE VR vlog(VR x) {
-  VI sub = x < vset1(1.17549435e-38f);
-  VR y = vsel(sub, x * vset1(8388608.0f), x);
-  VI i = (VI)y - 0x3f3504f3;
-  VI e = i >> 23;
-  VR f = (VR)((VI)y - (e << 23)) - vset1(1.0f);
-  VR ef = __builtin_convertvector(e - (sub & 23), VR);
+// ef ln2 + log(1+f), 1+f in [sqrt(1/2), sqrt(2)); log(1+f) = 2 atanh(s), s = f/(2+f), arranged so that f enters exactly.
+HS_INLINE VR vlogsum(VR ef, VR f) {
   VR s = f / (f + vset1(2.0f));
   VR z = s * s;
   VR h = vset1(0.5f) * f * f;
@@ -208,7 +203,16 @@ HS_INLINE VR vlog(VR x) {
   p = vfma(p, z, vset1(2.0f / 3));
   p = p * z;
   VR q = h - (s * (h + p) + ef * vset1(1.42860677e-6f));
-  VR out = ef * vset1(0.693145752f) - (q - f);
+  return ef * vset1(0.693145752f) - (q - f);
+}
+HS_INLINE VR vlog(VR x) {
+  VI sub = x < vset1(1.17549435e-38f);
+  VR y = vsel(sub, x * vset1(8388608.0f), x);
+  VI i = (VI)y - 0x3f3504f3;
+  VI e = i >> 23;
+  VR f = (VR)((VI)y - (e << 23)) - vset1(1.0f);
+  VR ef = __builtin_convertvector(e - (sub & 23), VR);
+  VR out = vlogsum(ef, f);
   const VR inf = vset1(__builtin_inff());
   out = vsel(x < inf, out, x);                         // inf and NaN give themselves
   out = vsel(x == vzero(), -inf, out);

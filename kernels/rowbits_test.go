@@ -59,7 +59,7 @@ func rowBits(r *rig, s rowShape, heights []int64) (bad []string) {
 		}
 		if err := r.st.Sync(); err != nil {
 			if errors.Is(err, ErrUnsupported) {
-				r.t.Skipf("%v", err)
+				r.t.Skipf("%v: on a GPU type HS_TEST_DEVICE=cuda:0 go test -tags gpu ./kernels -run TestRowBits", err)
 			}
 			r.t.Fatal(err)
 		}

@@ -17,15 +17,11 @@ const blockElems = 1<<20 - 3
 // 0.02 over and over. Weights, and the lower halves of split ones, are exact bfloat16 numbers. Host memory stays at a few MiB, and making one
 // takes as long as copying its bytes to the device.
 func NewMeasured(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*Model, error) {
-	if err := cfg.Validate(); err != nil {
-		return nil, err
-	}
-	p, err := newParams(cfg.Tensors(), dev, o)
+	m, err := newBlank(cfg, dev, o)
 	if err != nil {
 		return nil, err
 	}
-	m := &Model{Config: cfg, Params: p, Dev: dev, Files: map[string][]byte{}}
-	if err := p.measured(seed); err != nil {
+	if err := m.Params.measured(seed); err != nil {
 		m.Close()
 		return nil, err
 	}

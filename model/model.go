@@ -109,12 +109,8 @@ func load(fsys fs.FS, origin string, dev *kernels.Device, o LoadOptions, open fu
 	return m, nil
 }
 
-// NewRandom makes a model with random weights fit for training from scratch: matrices and embedding normal with deviation InitRange,
-// convolution uniform in +-1/sqrt(taps), zero-centred norms 0, gated norm 1, A_log = log(uniform(0, 16)), and dt_bias such that
-// softplus(dt_bias) is log-uniform in [0.001, 0.1], i.e. states that last for tens to thousands of tokens (the published reference
-// starts from dt_bias 1, which forgets within one token). Each tensor has its own stream of random numbers keyed by seed and name, so
-// values do not depend on the order of tensors; tensors are drawn side by side, in pieces.
-func NewRandom(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*Model, error) {
+// newBlank makes a model of zeros.
+func newBlank(cfg *Config, dev *kernels.Device, o LoadOptions) (*Model, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
@@ -122,7 +118,20 @@ func NewRandom(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*M
 	if err != nil {
 		return nil, err
 	}
-	m := &Model{Config: cfg, Params: p, Dev: dev, Files: map[string][]byte{}}
+	return &Model{Config: cfg, Params: p, Dev: dev, Files: map[string][]byte{}}, nil
+}
+
+// NewRandom makes a model with random weights fit for training from scratch: matrices and embedding normal with deviation InitRange,
+// convolution uniform in +-1/sqrt(taps), zero-centred norms 0, gated norm 1, A_log = log(uniform(0, 16)), and dt_bias such that
+// softplus(dt_bias) is log-uniform in [0.001, 0.1], i.e. states that last for tens to thousands of tokens (the published reference
+// starts from dt_bias 1, which forgets within one token). Each tensor has its own stream of random numbers keyed by seed and name, so
+// values do not depend on the order of tensors; tensors are drawn side by side, in pieces.
+func NewRandom(cfg *Config, dev *kernels.Device, seed uint64, o LoadOptions) (*Model, error) {
+	m, err := newBlank(cfg, dev, o)
+	if err != nil {
+		return nil, err
+	}
+	p := m.Params
 	std := cfg.InitRange
 	if std == 0 {
 		std = 0.02
